@@ -1,0 +1,81 @@
+"""The two logs an engine can keep, one JSON object per line, typed here so that tools and simulator read what the engine wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of the engine (`--step-log`).
+
+    Attributes:
+        step: Number of the step, from 0.
+        time_s: Seconds since the engine became ready, when the step was planned.
+        num_decodes: Rows that continue with one token.
+        num_prefills: Rows that compute part of a prompt.
+        prefill_tokens: Prompt tokens in the step.
+        context_tokens: KV tokens visible to all rows together.
+        bucket_tokens, bucket_rows: The compiled shape that ran.
+        device_s: Seconds from dispatch until the step's tokens were on the host.
+        host_s: Seconds of this step spent outside the model: planning, dispatch, output.
+        plan_s, output_s: Two parts of `host_s`.
+        num_running, num_waiting, num_free_blocks: After planning.
+        preempted: Request id of the sequence that gave up its blocks, or None.
+    """
+
+    step: int
+    time_s: float
+    num_decodes: int
+    num_prefills: int
+    prefill_tokens: int
+    context_tokens: int
+    bucket_tokens: int
+    bucket_rows: int
+    device_s: float
+    host_s: float
+    plan_s: float
+    output_s: float
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    preempted: str | None = None
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished sequence (`--request-log`). Times are seconds; `arrival_s` counts from the engine's start.
+
+    Attributes:
+        queue_s: Receipt until its first step.
+        ttft_s: Receipt until its first token; None when it had none.
+        e2e_s: Receipt until its end.
+    """
+
+    request_id: str
+    arrival_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    queue_s: float | None
+    ttft_s: float | None
+    e2e_s: float
+    preemptions: int
+    finish_reason: str
+
+
+def read_log(path: str | Path, record: type[T]) -> Iterator[T]:
+    """Every record of a log, in order.
+
+    Raises:
+        msgspec.DecodeError: For a line that is not such a record.
+    """
+    decoder = msgspec.json.Decoder(record)
+    with open(path, "rb") as file:
+        for line in file:
+            if line.strip():
+                yield decoder.decode(line)

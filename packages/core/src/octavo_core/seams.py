@@ -1,0 +1,207 @@
+"""The places where Octavo comes apart: one Protocol per replaceable component.
+
+A method that takes and returns state is pure and jittable; a method that does I/O takes no state. A component is any object
+with these methods; nothing is inherited and nothing registered. `octavo_core.testing` has a conformance suite and the
+smallest legal implementation of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8, UInt32
+
+from octavo_core.plan import Admitted, Arrivals, CacheEvents, Sampled, SamplingArrivals, StepPlan, StepResult
+from octavo_core.specs import CacheSpec, KVGroupSpec
+from octavo_core.wire import EngineOutput, EngineRequest, EngineStats
+
+C = TypeVar("C")
+S = TypeVar("S")
+KV = TypeVar("KV")
+
+
+class PrefixCache(Protocol[C]):
+    """Who holds which KV block, and which prefixes are already computed. Contents of blocks are elsewhere.
+
+    Between calls every block is exactly one of: free, cached (findable, unleased), leased by one or more sequences. A block
+    leased by anybody is never evicted or handed out. Block 0 of each group is reserved.
+    """
+
+    spec: CacheSpec
+
+    def init(self) -> C:
+        """The empty cache."""
+
+    def admit(
+        self,
+        cache: C,
+        sequence: Int32[Array, " arrivals"],
+        tokens: Int32[Array, "arrivals max_len"],
+        lengths: Int32[Array, " arrivals"],
+        namespace: UInt32[Array, "arrivals 2"],
+        want: Int32[Array, "arrivals groups"],
+        reserve: Int32[Array, " groups"],
+    ) -> tuple[C, Admitted]:
+        """Find the longest cached prefix of each and lease it to `sequence` (−1 skips an entry).
+
+        Entries are served in order. One is admitted only when, with `reserve` blocks kept for others, the pool could still
+        give it the rest of `want` (its blocks in all, cached ones included); otherwise it leases nothing and
+        its status is `OUT_OF_BLOCKS`. At most `lengths − 1` tokens are reported cached: one is left to compute.
+        """
+
+    def grow(
+        self, cache: C, need: Int32[Array, "sequences groups"], rank: Int32[Array, " sequences"]
+    ) -> tuple[C, Int32[Array, "groups sequences max_blocks"], Int32[Array, " sequences"]]:
+        """Let each sequence hold `need` blocks, evicting unleased cached blocks when the free list is empty.
+
+        Never shrinks. Lower `rank` is served first; a sequence gets all it lacks or nothing (`OUT_OF_BLOCKS`), and after the
+        first refusal nobody of higher rank takes a block. Answers the block table of every sequence and its status.
+        """
+
+    def commit(
+        self, cache: C, tokens: Int32[Array, "sequences max_len"], upto: Int32[Array, " sequences"]
+    ) -> tuple[C, Int32[Array, "groups sequences max_blocks"]]:
+        """Make the full blocks below `upto` tokens findable.
+
+        Where an equal prefix is cached already the sequence's own block is given back and its table points at the cached
+        one. Bounded work per call: what is left is committed by later calls. Answers the block table of every sequence.
+        """
+
+    def release(self, cache: C, done: Bool[Array, " sequences"]) -> tuple[C, CacheEvents]:
+        """End the leases of these sequences; committed blocks stay cached, the rest become free. Drains the events."""
+
+
+class Scheduler(Protocol[S, C]):
+    """Decides what the next step computes. Built around a cache object: tracing inlines it."""
+
+    def init(self) -> S:
+        """No sequences."""
+
+    def step(self, state: S, cache: C, result: StepResult) -> tuple[S, C, StepPlan]:
+        """Take in a result and plan the next step. Never moves prompt tokens, never matches prefixes."""
+
+    def arrive(self, state: S, cache: C, arrivals: Arrivals) -> tuple[S, C]:
+        """Take in new sequences, then admit waiting ones in policy order while there is room."""
+
+
+class AttentionBatch(NamedTuple):
+    """What attention needs to know of a step, of one KV group; a slice of `StepPlan` on the device.
+
+    The first `num_single` rows have one new token each, at flat index = row.
+    """
+
+    positions: Int32[Array, " tokens"]
+    query_start: Int32[Array, " rows_plus_one"]
+    context_len: Int32[Array, " rows"]
+    block_table: Int32[Array, "rows max_blocks"]
+    slot_mapping: Int32[Array, " tokens"]
+    num_single: Int32[Array, ""]
+    num_rows: Int32[Array, ""]
+
+
+class AttentionBackend(Protocol[KV]):
+    """Owns KV memory, its layout and the attention over it. Raises `NotImplementedError` with the reason where it cannot serve.
+
+    `layout_id` names the byte layout of a block; it is part of every key under which a block leaves the device.
+    """
+
+    layout_id: str
+
+    def init_kv(self, spec: KVGroupSpec, num_blocks: int) -> KV:
+        """Zeroed memory for the blocks of one KV group."""
+
+    def write(
+        self,
+        kv: KV,
+        layer: int,
+        k: Float[Array, "tokens kv_heads head_dim"],
+        v: Float[Array, "tokens kv_heads head_dim"],
+        slot_mapping: Int32[Array, " tokens"],
+    ) -> KV:
+        """Store K and V of the step's tokens; slot −1 stores nothing. `layer` counts within the group."""
+
+    def attend(
+        self, kv: KV, layer: int, q: Float[Array, "tokens q_heads head_dim"], batch: AttentionBatch, *, scale: float
+    ) -> Float[Array, "tokens q_heads head_dim"]:
+        """Causal attention of each token over its row's KV up to its own position. Pads may hold anything finite."""
+
+    def gather(self, kv: KV, block_ids: Int32[Array, " ids"]) -> UInt8[Array, "ids block_bytes"]:
+        """All layers of each block as contiguous bytes."""
+
+    def scatter(self, kv: KV, block_ids: Int32[Array, " ids"], data: UInt8[Array, "ids block_bytes"]) -> KV:
+        """The inverse of `gather`; id −1 stores nothing."""
+
+
+class LayerAttention(Protocol):
+    """How a model reaches its KV: writes K and V of a layer, attends, hands the KV on."""
+
+    def __call__(
+        self,
+        kv: Any,
+        layer: int,
+        q: Float[Array, "tokens q_heads head_dim"],
+        k: Float[Array, "tokens kv_heads head_dim"],
+        v: Float[Array, "tokens kv_heads head_dim"],
+    ) -> tuple[Any, Float[Array, "tokens q_heads head_dim"]]:
+        """`layer` is the model's layer number; which group it belongs to is the caller's knowledge."""
+
+
+class Model(Protocol):
+    """Weights and the pure function they stand for."""
+
+    def kv_groups(self, *, block_size: int, dtype: str) -> tuple[KVGroupSpec, ...]:
+        """The KV this model keeps."""
+
+    def hidden(
+        self, kv: Any, token_ids: Int32[Array, " tokens"], positions: Int32[Array, " tokens"], attention: LayerAttention
+    ) -> tuple[Any, Float[Array, "tokens hidden"]]:
+        """Final hidden states, after the last norm."""
+
+    def logits(self, hidden: Float[Array, "rows hidden"]) -> Float32[Array, "rows vocab"]:
+        """Scores of the next token."""
+
+
+class Sampler(Protocol[S]):
+    """Chooses tokens on the device and keeps what that needs per sequence."""
+
+    def init(self, max_sequences: int, vocab_size: int) -> S:
+        """State for no sequences."""
+
+    def begin(self, state: S, arrivals: SamplingArrivals) -> S:
+        """Take in the sampling parameters and prompts of new sequences."""
+
+    def sample(
+        self,
+        state: S,
+        logits: Float32[Array, "rows vocab"],
+        sequence: Int32[Array, " rows"],
+        position: Int32[Array, " rows"],
+    ) -> tuple[S, Sampled]:
+        """The next token of each row (`sequence` −1 pads), its scores, and the state that remembers it. `position`: index of the new token in its sequence."""
+
+
+class Engine(Protocol):
+    """What a frontend talks to."""
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Outputs until the one with a finish reason. Closing the iterator early aborts the request.
+
+        Raises:
+            RequestError: The request cannot be served.
+            OverloadedError: A queue is full.
+            EngineDeadError: The step loop has ended.
+        """
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream ends with `FinishReason.ABORT`. Unknown ids are ignored."""
+
+    def stats(self) -> EngineStats:
+        """A reading of the step loop. Never blocks."""
+
+
+class Clock(Protocol):
+    """Time, so that tests and simulation can bring their own."""
+
+    def now_s(self) -> float:
+        """Seconds from an arbitrary start; never falls."""

@@ -1,0 +1,233 @@
+"""What frontend and engine core say to each other: one frame header and a few typed messages.
+
+Knows bytes; knows no transport. In one process the messages travel as objects, between processes as frames.
+
+Shapes: token ids are Python ints in `[0, vocab_size)`; log-probabilities are natural logarithms.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from typing import Any, Final
+
+import msgspec
+
+from octavo_core.errors import FrameError
+
+MAGIC: Final = 0x4F435456
+VERSION: Final = 1
+
+
+class FrameHeader(ctypes.LittleEndianStructure):
+    """The 48 bytes before every payload. `length` counts the payload's bytes; `sequence` rises by one per frame and direction."""
+
+    _pack_ = 1
+    _fields_ = [
+        ("magic", ctypes.c_uint32),
+        ("version", ctypes.c_uint16),
+        ("kind", ctypes.c_uint16),
+        ("flags", ctypes.c_uint64),
+        ("length", ctypes.c_uint64),
+        ("request", ctypes.c_uint64),
+        ("step", ctypes.c_uint64),
+        ("sequence", ctypes.c_uint64),
+    ]
+
+
+HEADER_BYTES: Final = ctypes.sizeof(FrameHeader)
+
+
+class FrameKind(enum.IntEnum):
+    """What the payload is."""
+
+    REQUEST = 1
+    ABORT = 2
+    OUTPUT = 3
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended. `ABORT`: the caller went away. `ERROR`: the engine could not go on; `Output.error` says why."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token is chosen, with the neutral value as each default.
+
+    Attributes:
+        max_tokens: Most tokens to generate, ≥ 1. None: up to the context's end.
+        min_tokens: End-of-sequence and stop tokens are not sampled before this many.
+        temperature: 0 is greedy.
+        top_k: 0 or −1 keep every token.
+        top_p: Smallest set of tokens with this much probability, in (0, 1].
+        min_p: Drop tokens less likely than this times the most likely, in [0, 1].
+        seed: 64-bit; None: the engine draws one.
+        presence_penalty: Subtracted from logits of generated tokens, −2..2.
+        frequency_penalty: Same, times their count, −2..2.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens seen in prompt or output, > 0.
+        logit_bias: Added to the logits of these token ids.
+        logprobs: None: none; 0: of the chosen token; n: also of the n most likely.
+        prompt_logprobs: The same for every prompt token but the first; the cached prefix is then recomputed.
+        stop_token_ids: Token ids that end the sequence; the ending token is not part of the text.
+        ignore_eos: Do not end at the model's end-of-sequence tokens.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate.
+
+    Attributes:
+        request_id: Unique among live requests; names it in outputs, logs and aborts.
+        prompt_ids: At least one token id.
+        namespace: What `octavo_core.keys.namespace_of` answered.
+        priority: Lower is served first; ties by arrival.
+        arrival_s: Receipt at the frontend, seconds of `time.monotonic()`.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    namespace: bytes = bytes(8)
+    priority: int = 0
+    arrival_s: float = 0.0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Scores of one position: the token there, its log-probability and rank (1 = most likely), and the n most likely, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """News of one sequence: tokens since the last output, and its end.
+
+    Attributes:
+        token_ids: New tokens, never those already sent. An ending stop or end-of-sequence token is included.
+        logprobs: One entry per new token, when asked for.
+        prompt_logprobs: Once, with the first output: one entry per prompt token, None for the first.
+        finish_reason: Set in the last output and only there.
+        stop_token_id: The stop or end-of-sequence token that ended it.
+        num_cached_tokens: Prompt tokens taken from the prefix cache.
+        error: A sentence for the caller when `finish_reason` is `ERROR`.
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What a frontend must know of the model it serves.
+
+    Attributes:
+        name: Name clients use.
+        root: Folder or .gguf file with tokenizer and chat template.
+        max_model_len: Most tokens of prompt and answer together.
+        vocab_size: Rows of the embedding; ids are below it.
+        eos_token_ids: End-of-sequence tokens, from generation_config.json or config.json.
+        sampling_defaults: Sampling fields set by generation_config.json.
+        max_logprobs: Most alternatives per position.
+    """
+
+    name: str
+    root: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    sampling_defaults: dict[str, float | int] = {}
+    max_logprobs: int = 20
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A reading of the step loop. Gauges are of now, counters since the start.
+
+    Attributes:
+        is_ready: Everything is compiled and the step loop answers.
+        error: Why the step loop has ended, if it has.
+        last_step_age_s: Seconds since the loop last came round; it comes round at least every second when idle.
+        kv_usage: Share of KV blocks that hold a live sequence's tokens, 0..1.
+        prefix_queries_tokens, prefix_hits_tokens: Prompt tokens looked up and found; a resumed sequence does not count again.
+        recompiles: Compilations after the engine became ready; a healthy engine shows 0.
+    """
+
+    is_ready: bool = False
+    error: str | None = None
+    last_step_age_s: float = 0.0
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    block_size: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    preemptions: int = 0
+    recompiles: int = 0
+
+
+Message = EngineRequest | EngineOutput | str
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS: dict[FrameKind, msgspec.msgpack.Decoder[Any]] = {
+    FrameKind.REQUEST: msgspec.msgpack.Decoder(EngineRequest),
+    FrameKind.ABORT: msgspec.msgpack.Decoder(str),
+    FrameKind.OUTPUT: msgspec.msgpack.Decoder(EngineOutput),
+}
+
+
+def pack_frame(kind: FrameKind, message: Message, *, sequence: int, step: int = 0, request: int = 0) -> bytes:
+    """A message as header and msgpack payload."""
+    payload = _ENCODER.encode(message)
+    header = FrameHeader(MAGIC, VERSION, int(kind), 0, len(payload), request, step, sequence)
+    return bytes(header) + payload
+
+
+def unpack_frame(frame: bytes) -> tuple[FrameHeader, Message]:
+    """The inverse of `pack_frame`.
+
+    Raises:
+        FrameError: When magic, version, kind, length or payload are not what this version writes.
+    """
+    if len(frame) < HEADER_BYTES:
+        raise FrameError(f"a frame has at least {HEADER_BYTES} bytes, got {len(frame)}")
+    header = FrameHeader.from_buffer_copy(frame)
+    if header.magic != MAGIC or header.version != VERSION:
+        raise FrameError(f"wanted magic {MAGIC:#x} version {VERSION}, got {header.magic:#x} version {header.version}")
+    if header.length != len(frame) - HEADER_BYTES:
+        raise FrameError(f"the header promises {header.length} payload bytes, {len(frame) - HEADER_BYTES} came")
+    try:
+        message: Message = _DECODERS[FrameKind(header.kind)].decode(frame[HEADER_BYTES:])
+    except (ValueError, msgspec.DecodeError) as error:
+        raise FrameError(f"a frame of kind {header.kind} does not decode: {error}") from None
+    return header, message

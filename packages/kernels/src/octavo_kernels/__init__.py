@@ -1,0 +1,3 @@
+"""See README.md."""
+
+__version__ = "0.1.0"
