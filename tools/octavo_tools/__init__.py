@@ -1,0 +1,1 @@
+"""What the programs in `tools/` share. For developers of this workspace; no package of Octavo imports it."""
