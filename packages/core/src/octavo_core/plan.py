@@ -7,7 +7,8 @@ All are NamedTuples: jax flattens them without help, and they serialise without 
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, TypeVar
+import typing
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -155,31 +156,44 @@ def to_bytes(value: tuple[Shaped[Array, "..."] | tuple[Shaped[Array, "..."], ...
 def _pack(value: object) -> object:
     if isinstance(value, tuple):
         return [_pack(v) for v in value]
-    array = np.ascontiguousarray(value)
+    array = np.asarray(value)
+    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return {"d": array.dtype.str, "s": array.shape, "b": array.tobytes()}
 
 
 def from_bytes(kind: type[T], data: bytes) -> T:
-    """The inverse of `to_bytes`, with NumPy arrays.
+    """The inverse of `to_bytes`, with read-only NumPy arrays.
 
     Raises:
-        FrameError: When the bytes do not hold a `kind`.
+        FrameError: When the bytes do not hold a `kind`: other fields, dtypes or ranks, or one axis with two sizes.
     """
     try:
-        return _unpack(kind, msgspec.msgpack.decode(data))
-    except (TypeError, KeyError, ValueError, msgspec.DecodeError) as error:
+        return _unpack(kind, msgspec.msgpack.decode(data), {})
+    except (TypeError, ValueError, RecursionError, msgspec.DecodeError) as error:
         raise FrameError(f"bytes do not hold a {kind.__name__}: {error}") from None
 
 
-def _unpack(kind: type[T], items: list[object]) -> T:
-    fields = kind.__annotations__
-    if len(items) != len(fields):
-        raise ValueError(f"wanted {len(fields)} fields, got {len(items)}")
-    nested = {"events": CacheEvents}
-    return kind(*(_unpack(nested[n], i) if n in nested else _array(i) for n, i in zip(fields, items, strict=True)))  # type: ignore[arg-type]
+def _unpack(kind: type[T], items: object, axes: dict[str, int]) -> T:
+    """`axes` collects the size of every named axis seen so far."""
+    hints = typing.get_type_hints(kind)
+    if not isinstance(items, list) or len(items) != len(hints):
+        raise ValueError(f"wanted the {len(hints)} fields of {kind.__name__}")
+    values = []
+    for (name, hint), item in zip(hints.items(), items, strict=True):
+        is_nested = isinstance(hint, type) and issubclass(hint, tuple)
+        values.append(_unpack(hint, item, axes) if is_nested else _array(name, hint, item, axes))
+    return kind(*values)
 
 
-def _array(item: object) -> np.ndarray:
-    if not isinstance(item, dict):
-        raise ValueError(f"wanted an array, got {type(item).__name__}")
-    return np.frombuffer(item["b"], np.dtype(item["d"])).reshape(item["s"])
+def _array(name: str, hint: Any, item: object, axes: dict[str, int]) -> np.ndarray:
+    dtype = np.dtype(hint.dtypes[0]).newbyteorder("<")
+    if not isinstance(item, dict) or item.keys() != {"d", "s", "b"}:
+        raise ValueError(f"{name}: wanted an array")
+    dims, shape = hint.dim_str.split(), item["s"]
+    if item["d"] != dtype.str or len(shape) != len(dims):
+        raise ValueError(f"{name}: wanted {dtype.str} of rank {len(dims)}, got {item['d']} of shape {shape}")
+    for dim, size in zip(dims, shape, strict=True):
+        wanted = int(dim) if dim.isdigit() else axes.setdefault(dim, size)
+        if size != wanted or not size >= 0:
+            raise ValueError(f"{name}: axis '{dim}' is {wanted}, got {size}")
+    return np.frombuffer(item["b"], dtype).reshape(shape)
