@@ -228,6 +228,6 @@ def unpack_frame(frame: bytes) -> tuple[FrameHeader, Message]:
         raise FrameError(f"the header promises {header.length} payload bytes, {len(frame) - HEADER_BYTES} came")
     try:
         message: Message = _DECODERS[FrameKind(header.kind)].decode(frame[HEADER_BYTES:])
-    except (ValueError, msgspec.DecodeError) as error:
+    except (ValueError, RecursionError, msgspec.DecodeError) as error:
         raise FrameError(f"a frame of kind {header.kind} does not decode: {error}") from None
     return header, message
