@@ -1,0 +1,81 @@
+"""Building blocks shared by decoder-only families: a linear map, RMSNorm, an embedding.
+
+Knows dtypes and precision; knows no family, no checkpoint and no KV.
+
+Weights lie `[out, in]` and are contracted on dimension 1: on CPU the other order costs up to ten times as much at few rows. Dots
+accumulate in float32 and return float32; whoever calls casts, so that the cast fuses with what follows.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+
+def dot_out_in(x: Float[Array, "tokens inner"], weight: Float[Array, "outer inner"]) -> Float32[Array, "tokens outer"]:
+    """`x @ weight.T` with float32 accumulation; float32 operands are multiplied as true float32 on every platform."""
+    exact = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    contract = (((1,), (1,)), ((), ()))
+    return lax.dot_general(x.astype(weight.dtype), weight, contract, precision=exact, preferred_element_type=jnp.float32)
+
+
+class Linear(nnx.Module):
+    """`y = W x + b`, W stored `[out, in]`.
+
+    Attributes:
+        weight: `[out, in]`, in the model's dtype.
+        bias: `[out]`, or None.
+    """
+
+    def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: jax.typing.DTypeLike) -> None:
+        """Zeros of the right shape; a loader or a test fills them."""
+        self.weight = nnx.Param(jnp.zeros((num_out, num_in), dtype))
+        self.bias = nnx.Param(jnp.zeros((num_out,), dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "tokens inner"]) -> Float32[Array, "tokens outer"]:
+        """Rounds `x` to the weight's dtype first."""
+        y = dot_out_in(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation in float32, with a learned scale (arXiv 1910.07467).
+
+    Attributes:
+        scale: `[hidden]`, in the model's dtype.
+    """
+
+    def __init__(self, size: int, *, eps: float, dtype: jax.typing.DTypeLike) -> None:
+        """Scale one."""
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones((size,), dtype))
+
+    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        """The result has the scale's dtype."""
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        scaled = wide * lax.rsqrt(mean_square + self.eps) * self.scale[...].astype(jnp.float32)
+        return scaled.astype(self.scale.dtype)
+
+
+class Embedding(nnx.Module):
+    """A table of token vectors, which can also score them: a tied head is the same array.
+
+    Attributes:
+        weight: `[vocab, hidden]`, in the model's dtype.
+    """
+
+    def __init__(self, vocab_size: int, size: int, *, dtype: jax.typing.DTypeLike) -> None:
+        """Zeros of the right shape."""
+        self.weight = nnx.Param(jnp.zeros((vocab_size, size), dtype))
+
+    def __call__(self, token_ids: Int32[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
+        """Ids outside the vocabulary are clipped: pads may hold anything."""
+        return self.weight[...].at[token_ids].get(mode="clip")
+
+    def score(self, hidden: Float[Array, "rows hidden"]) -> Float32[Array, "rows vocab"]:
+        """Dot product with every token vector."""
+        return dot_out_in(hidden, self.weight[...])

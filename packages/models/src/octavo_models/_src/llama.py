@@ -1,0 +1,144 @@
+"""The Llama family: pre-norm decoder blocks with grouped-query attention, RoPE and a gated MLP.
+
+Knows the arithmetic of the family and the shape of its weights. Does not know where KV lives, how tokens are batched or which
+attention runs: all of that is behind the callable it is given. Tokens lie on one flat axis; there is no batch axis.
+
+Arithmetic: dots take operands of the model's dtype and accumulate in float32; the residual stream, norms, RoPE and the
+activation are float32 in every mode. In float32 mode everything is, so results equal a float32 reference up to summation order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from octavo_core.specs import KVGroupSpec
+from octavo_models._src.layers import Embedding, Linear, RMSNorm
+from octavo_models._src.rope import inverse_frequencies, rotate, rotation
+
+if TYPE_CHECKING:
+    from octavo_core.seams import LayerAttention
+    from octavo_models._src.model_config import ModelConfig
+
+Rotation = tuple[Float32[Array, "tokens 1 half"], Float32[Array, "tokens 1 half"]]
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention around the seam: project, rotate, attend, project back.
+
+    Attributes:
+        qkv: Q, K and V in one dot, `[(q_heads + 2 kv_heads) · head_dim, hidden]`, in that order.
+        out: `[hidden, q_heads · head_dim]`.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: jax.typing.DTypeLike) -> None:
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        wide = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv = Linear(config.hidden_size, wide, bias=config.attention_bias, dtype=dtype)
+        self.out = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, dtype=dtype)
+
+    def __call__(
+        self, kv: Any, x: Float[Array, "tokens hidden"], turn: Rotation, attention: LayerAttention
+    ) -> tuple[Any, Float32[Array, "tokens hidden"]]:
+        """`x` is normalised; the KV comes back changed."""
+        rotated = self.num_heads + self.num_kv_heads
+        heads = self.qkv(x).reshape(x.shape[0], rotated + self.num_kv_heads, self.head_dim)
+        qk = rotate(heads[:, :rotated], *turn).astype(x.dtype)
+        v = heads[:, rotated:].astype(x.dtype)
+        kv, attended = attention(kv, self.layer, qk[:, : self.num_heads], qk[:, self.num_heads :], v)
+        return kv, self.out(attended.reshape(x.shape[0], self.num_heads * self.head_dim))
+
+
+class GatedMLP(nnx.Module):
+    """`down(silu(gate(x)) · up(x))` (arXiv 2002.05202), gate and up in one dot.
+
+    Attributes:
+        gate_up: `[2 ffn, hidden]`, gate first.
+        down: `[hidden, ffn]`.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: jax.typing.DTypeLike) -> None:
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias, dtype=dtype)
+        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float32[Array, "tokens hidden"]:
+        """`x` is normalised."""
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
+
+
+class Block(nnx.Module):
+    """One decoder layer.
+
+    Attributes:
+        attention_norm, mlp_norm: Before attention and before the MLP.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: jax.typing.DTypeLike) -> None:
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.attention = Attention(config, layer, dtype=dtype)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.mlp = GatedMLP(config, dtype=dtype)
+
+    def __call__(
+        self, kv: Any, residual: Float32[Array, "tokens hidden"], turn: Rotation, attention: LayerAttention
+    ) -> tuple[Any, Float32[Array, "tokens hidden"]]:
+        """Takes and returns the residual stream."""
+        kv, update = self.attention(kv, self.attention_norm(residual), turn, attention)
+        residual = residual + update
+        return kv, residual + self.mlp(self.mlp_norm(residual))
+
+
+class Llama(nnx.Module):
+    """A Llama-family model; implements `octavo_core.seams.Model`.
+
+    Layers are unrolled: a scan would copy each layer's slice of the stacked weights in every step.
+
+    Attributes:
+        config: What it was built from.
+        embed: Token vectors, and the head where `config.tie_word_embeddings`.
+        head: `[vocab, hidden]`, or None where tied.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: jax.typing.DTypeLike, rope_divisors: Sequence[float] | None = None
+    ) -> None:
+        """Weights are zeros; `load_model` fills them.
+
+        Args:
+            config: Sizes and switches.
+            dtype: Of weights and dot operands: float32 or bfloat16.
+            rope_divisors: A checkpoint's own divisor of each rotary frequency; replaces the scaling in `config.rope`.
+        """
+        self.config = config
+        self.frequencies = inverse_frequencies(config.rope, config.head_dim, rope_divisors)
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.blocks = nnx.List([Block(config, i, dtype=dtype) for i in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        tied = config.tie_word_embeddings
+        self.head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+
+    def kv_groups(self, *, block_size: int, dtype: str) -> tuple[KVGroupSpec, ...]:
+        """One group: full attention in every layer."""
+        layers = tuple(range(self.config.num_layers))
+        return (KVGroupSpec("full", layers, self.config.num_kv_heads, self.config.head_dim, dtype, block_size),)
+
+    def hidden(
+        self, kv: Any, token_ids: Int32[Array, " tokens"], positions: Int32[Array, " tokens"], attention: LayerAttention
+    ) -> tuple[Any, Float[Array, "tokens hidden"]]:
+        """Final hidden states after the last norm, in the model's dtype. On CPU give it at least 8 tokens (pad): fewer are slower."""
+        turn = rotation(positions, self.frequencies)
+        residual = self.embed(token_ids).astype(jnp.float32)
+        for block in self.blocks:
+            kv, residual = block(kv, residual, turn, attention)
+        return kv, self.norm(residual)
+
+    def logits(self, hidden: Float[Array, "rows hidden"]) -> Float32[Array, "rows vocab"]:
+        """Scores of the next token."""
+        return self.embed.score(hidden) if self.head is None else self.head(hidden)

@@ -1,0 +1,89 @@
+"""Rotary position embedding in the half-split convention of Hugging Face checkpoints.
+
+Knows how inverse frequencies follow from a RoPE configuration and how to rotate. Knows no checkpoint format: a loader that must
+permute weights to reach this convention does so itself.
+
+Source: RoFormer (arXiv 2104.09864) for the rotation; the `llama3` frequency ramp as published with Llama 3.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+from octavo_core.errors import UnsupportedModelError
+
+
+class RopeSettings(Protocol):
+    """What the frequencies depend on; `RopeConfig` has it."""
+
+    @property
+    def theta(self) -> float: ...  # noqa: D102
+    @property
+    def kind(self) -> str: ...  # noqa: D102
+    @property
+    def factor(self) -> float: ...  # noqa: D102
+    @property
+    def low_freq_factor(self) -> float: ...  # noqa: D102
+    @property
+    def high_freq_factor(self) -> float: ...  # noqa: D102
+    @property
+    def original_max_position_embeddings(self) -> int: ...  # noqa: D102
+
+
+def inverse_frequencies(rope: RopeSettings, head_dim: int, divisors: Sequence[float] | None = None) -> tuple[float, ...]:
+    """Radians per position of each rotated pair, float32 values as Python floats (hashable, so jit may close over them).
+
+    Args:
+        rope: Base and scaling.
+        head_dim: Of each head; `head_dim / 2` pairs rotate.
+        divisors: A checkpoint's own divisor of each unscaled frequency; replaces `rope.kind` where given.
+
+    Raises:
+        UnsupportedModelError: For a scaling kind not known here.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    base = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    if divisors is not None:
+        scaled = base / np.asarray(divisors, np.float32)
+    elif rope.kind == "default":
+        scaled = base
+    elif rope.kind == "linear":
+        scaled = base / np.float32(rope.factor)
+    elif rope.kind == "llama3":
+        scaled = _llama3(base, rope)
+    else:
+        raise UnsupportedModelError(f"RoPE scaling '{rope.kind}' is not supported; supported are default, linear and llama3")
+    return tuple(scaled.astype(np.float32).tolist())
+
+
+def _llama3(base: np.ndarray, rope: RopeSettings) -> np.ndarray:
+    """Wavelengths short against the original context stay, long ones stretch by `factor`, between them it blends."""
+    wavelength = 2 * math.pi / base
+    turns = rope.original_max_position_embeddings / wavelength
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = np.clip(keep, 0.0, 1.0).astype(np.float32)
+    return keep * base + (1 - keep) * base / np.float32(rope.factor)
+
+
+def rotation(
+    positions: Int32[Array, " tokens"], frequencies: Sequence[float]
+) -> tuple[Float32[Array, "tokens 1 half"], Float32[Array, "tokens 1 half"]]:
+    """Cosine and sine of every token's angles, broadcast over heads; once per step, shared by all layers."""
+    angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies, jnp.float32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    heads: Float[Array, "tokens heads head_dim"],
+    cos: Float32[Array, "tokens 1 half"],
+    sin: Float32[Array, "tokens 1 half"],
+) -> Float32[Array, "tokens heads head_dim"]:
+    """Rotate the pair (i, i + head_dim/2) of every head by its token's angle, in float32."""
+    first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
