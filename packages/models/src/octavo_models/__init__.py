@@ -1,3 +1,63 @@
-"""See README.md."""
+"""Model families, weight loaders, tokenizers and chat templates.
+
+Two halves. Without jax: `octavo_models.checkpoints` finds and describes a checkpoint, `octavo_models.text` turns text into tokens
+and back. With jax: `Llama` and `load_model`. Names here are looked up on first use, so importing this package imports neither half.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo_models._src.llama import Llama
+    from octavo_models._src.load import load_model
+    from octavo_models.checkpoints import Checkpoint, GenerationConfig, ModelConfig, RopeConfig, resolve
+    from octavo_models.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer, load_chat_template, load_tokenizer
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "ChatTemplate": "octavo_models.text",
+    "Checkpoint": "octavo_models.checkpoints",
+    "Detokenizer": "octavo_models.text",
+    "GenerationConfig": "octavo_models.checkpoints",
+    "Llama": "octavo_models._src.llama",
+    "ModelConfig": "octavo_models.checkpoints",
+    "RopeConfig": "octavo_models.checkpoints",
+    "StopStrings": "octavo_models.text",
+    "Tokenizer": "octavo_models.text",
+    "load_chat_template": "octavo_models.text",
+    "load_model": "octavo_models._src.load",
+    "load_tokenizer": "octavo_models.text",
+    "resolve": "octavo_models.checkpoints",
+}
+
+__all__ = [
+    "ChatTemplate",
+    "Checkpoint",
+    "Detokenizer",
+    "GenerationConfig",
+    "Llama",
+    "ModelConfig",
+    "RopeConfig",
+    "StopStrings",
+    "Tokenizer",
+    "load_chat_template",
+    "load_model",
+    "load_tokenizer",
+    "resolve",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'octavo_models' has no attribute '{name}'")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

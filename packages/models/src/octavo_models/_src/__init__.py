@@ -1,0 +1,1 @@
+"""Implementation; public names are re-exported by the package."""
