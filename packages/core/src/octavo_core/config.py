@@ -72,7 +72,7 @@ def parse_int(text: str) -> int:
         if body.endswith(suffix):
             try:
                 return int(float(body.removesuffix(suffix)) * units[suffix])
-            except ValueError:
+            except (ValueError, OverflowError):
                 break
     try:
         return int(body)
@@ -93,10 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser, config: type[Any], *, skip: S
             continue
         meta = field.metadata
         group = groups.get(meta["group"]) or groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
-        _add_one(group, field, _plain_type(hints[field.name]))
+        _add_one(group, field, hints[field.name])
 
 
-def _add_one(group: Any, field: dataclasses.Field[Any], kind: type[Any]) -> None:
+def _add_one(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
+    kind = _plain_type(hint)
     meta = field.metadata
     shown = "" if field.default in (None, "", ()) else f" (default: {field.default})"
     text = f"{meta['help']}{shown}".replace("%", "%%")
@@ -114,17 +115,17 @@ def _add_one(group: Any, field: dataclasses.Field[Any], kind: type[Any]) -> None
         )
         return
     common["metavar"] = meta["metavar"]
-    if kind is tuple:
-        group.add_argument(*names, action="append", **common)
-    else:
-        group.add_argument(*names, type=parse_int if kind is int else kind, choices=meta["choices"], **common)
+    if typing.get_origin(kind) is tuple:
+        common["action"] = "append"
+        kind = typing.get_args(kind)[0]
+    group.add_argument(*names, type=parse_int if kind is int else kind, choices=meta["choices"], **common)
 
 
-def _plain_type(hint: Any) -> type[Any]:
-    """`int | None` → `int`, `tuple[str, ...]` → `tuple`."""
+def _plain_type(hint: Any) -> Any:
+    """`int | None` → `int`."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        hint = next(a for a in typing.get_args(hint) if a is not type(None))
-    return typing.get_origin(hint) or hint
+        return next(a for a in typing.get_args(hint) if a is not type(None))
+    return hint
 
 
 def from_mapping(config: type[T], values: Mapping[str, Any]) -> T:
