@@ -1,0 +1,167 @@
+"""The scheduler as a seam: `init`, `step`, `arrive`, in the order in which a step happens.
+
+Knows the cache only as an object with the methods of `octavo_core.seams.PrefixCache`; knows nothing of models, requests or time.
+Everything is pure and has fixed shapes: whoever composes the parts jits `step` and `arrive`, donating both states.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from octavo_core.errors import ConfigError
+from octavo_core.plan import OK, Arrivals, StepPlan, StepResult
+from octavo_core.seams import PrefixCache
+from octavo_scheduler._src.config import SchedulerConfig
+from octavo_scheduler._src.emit import Decision, emit_plan
+from octavo_scheduler._src.policy import blocks_for, choose_victim, promised_blocks, query_lens, wanted_blocks
+from octavo_scheduler._src.state import (
+    FREE,
+    RUNNING,
+    WAITING,
+    SchedulerState,
+    empty_state,
+    ranks,
+    take_arrivals,
+    take_result,
+)
+
+C = TypeVar("C")
+
+
+class ChunkedScheduler(Generic[C]):
+    """Mixed batches of decode rows and prompt chunks under a token budget, with preemption by recompute.
+
+    What the host owes it: a sequence fits the pool alone (`blocks(limit_len − 1) ≤ cache.spec.usable_blocks`; larger ones are refused
+    before they arrive), `1 ≤ prompt_len < limit_len ≤ cache.spec.max_len`, arrivals name FREE indices, every sampled row comes back
+    with `accepted ≥ 1` unless its sequence was finished meanwhile (then 0), and a sequence that reaches its limit is reported
+    finished. While `StepPlan.num_waiting` is not 0, `arrive` is called between steps, with no arrivals if there are none.
+
+    Args:
+        config: Sizes and policy.
+        cache: Who holds the blocks; `cache.spec` gives the axes `sequences` (running and waiting together) and `max_len`.
+
+    Raises:
+        ConfigError: When the cache holds fewer sequences than may run.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache[C]) -> None:
+        if config.max_num_seqs > cache.spec.max_sequences:
+            raise ConfigError(
+                f"max_num_seqs is at most the cache's max_sequences, got {config.max_num_seqs} and {cache.spec.max_sequences}; "
+                "lower the one or raise the other"
+            )
+        self.config = config
+        self.cache = cache
+
+    def init(self) -> SchedulerState:
+        """No sequences."""
+        return empty_state(self.cache.spec.max_sequences, self.cache.spec.max_len)
+
+    def step(self, state: SchedulerState, cache: C, result: StepResult) -> tuple[SchedulerState, C, StepPlan]:
+        """Take in a result and plan the next step.
+
+        Finished sequences and at most one preempted one give their blocks back at the end of the step, after their full blocks
+        were made findable: the device executes in order, so what this step computes may be found by the next.
+        """
+        was_running = state.is_running
+        state, done = take_result(state, result)
+        cache, decision = self._decide(state, cache, ended=jnp.any(done & was_running))
+        computed_len = state.computed_len + decision.query_len
+        findable = jnp.where(was_running, jnp.minimum(computed_len, state.known_len), 0)
+        cache, block_table = self.cache.commit(cache, state.tokens, findable)
+        is_victim = jnp.arange(done.size) == decision.preempted
+        cache, events = self.cache.release(cache, done | is_victim)
+        after = state._replace(
+            status=jnp.where(is_victim, WAITING, state.status),
+            in_flight=jnp.where(state.status == FREE, 0, state.in_flight + decision.samples),
+            computed_len=jnp.where(is_victim, 0, computed_len),
+            guard_len=jnp.where(is_victim, state.total_len, state.guard_len),
+        )
+        plan = emit_plan(
+            state,
+            after,
+            decision,
+            block_table,
+            events,
+            num_rows=self.config.max_num_seqs,
+            num_tokens=self.config.token_budget,
+            block_size=self.cache.spec.block_size,
+        )
+        return after, cache, plan
+
+    def arrive(self, state: SchedulerState, cache: C, arrivals: Arrivals) -> tuple[SchedulerState, C]:
+        """Take in new sequences, then admit waiting ones in policy order until one does not fit.
+
+        Cost: one `PrefixCache.admit` for each sequence tried, at most `max_arrivals`.
+        """
+        state = take_arrivals(state, arrivals, self.config.policy)
+        start = _Admission(state, cache, jnp.int32(0), jnp.bool_(True))
+        end: _Admission[C] = jax.lax.while_loop(self._may_admit, self._admit_first, start)
+        return end.state, end.cache
+
+    def _decide(self, state: SchedulerState, cache: C, *, ended: Bool[Array, ""]) -> tuple[C, Decision]:
+        """Share the budget, take the blocks it needs, and choose who gives way if they ran out and nobody ended."""
+        rank = ranks(state)
+        query_len = query_lens(state, self.config)
+        blocks = blocks_for(state.computed_len + query_len, self.cache.spec.block_size)
+        need = self._of_groups(jnp.where(query_len > 0, blocks, 0))
+        cache, _, status = self.cache.grow(cache, need, rank)
+        refused = (query_len > 0) & (status != OK)
+        victim = jnp.where(jnp.any(refused) & ~ended, choose_victim(state, rank), -1)
+        kept = ~refused & (jnp.arange(rank.size) != victim)
+        query_len = jnp.where(kept, query_len, 0)
+        samples = (query_len > 0) & (state.computed_len + query_len == state.total_len)
+        return cache, Decision(query_len, samples, victim)
+
+    def _of_groups(self, blocks: Int32[Array, "*axes"]) -> Int32[Array, "*axes groups"]:
+        """The same number of blocks in every KV group."""
+        return jnp.broadcast_to(blocks[..., None], (*blocks.shape, self.cache.spec.groups))
+
+    def _may_admit(self, now: _Admission[C]) -> Bool[Array, ""]:
+        """Whether there is a first in line, its ids are all known, and a row is free for it."""
+        first = _first_waiting(now.state)
+        is_ready = (now.state.status[first] == WAITING) & (now.state.in_flight[first] == 0)
+        has_row = jnp.sum(now.state.is_running) < self.config.max_num_seqs
+        return now.is_open & is_ready & has_row & (now.num_tried < self.config.max_arrivals)
+
+    def _admit_first(self, now: _Admission[C]) -> _Admission[C]:
+        """Try the first in line. A sequence that wants no match asks for one of its first token, which finds nothing."""
+        state, block_size = now.state, self.cache.spec.block_size
+        first = _first_waiting(state)
+        watermark = jnp.where(jnp.any(state.is_running), self.config.watermark_blocks, 0)
+        cache, answer = self.cache.admit(
+            now.cache,
+            first[None],
+            state.tokens[first][None],
+            jnp.where(state.use_prefix[first], state.known_len[first], 1)[None],
+            state.namespace[first][None],
+            self._of_groups(wanted_blocks(state, block_size)[first][None]),
+            self._of_groups(promised_blocks(state, block_size) + watermark),
+        )
+        is_admitted, found = answer.status[0] == OK, answer.cached_len[0]
+        to = jnp.where(is_admitted, first, state.status.size)
+        cached_len = jnp.where(state.cached_len[first] < 0, found, state.cached_len[first])
+        state = state._replace(
+            status=state.status.at[to].set(RUNNING, mode="drop"),
+            computed_len=state.computed_len.at[to].set(found, mode="drop"),
+            cached_len=state.cached_len.at[to].set(cached_len, mode="drop"),
+        )
+        return _Admission(state, cache, now.num_tried + 1, is_admitted)
+
+
+class _Admission(NamedTuple, Generic[C]):
+    """Where the admission loop stands; `is_open` until somebody did not fit."""
+
+    state: SchedulerState
+    cache: C
+    num_tried: Int32[Array, ""]
+    is_open: Bool[Array, ""]
+
+
+def _first_waiting(state: SchedulerState) -> Int32[Array, ""]:
+    """The waiting sequence first in policy order; any other index where nobody waits."""
+    return state.by_rank[jnp.argmax(state.status[state.by_rank] == WAITING)]

@@ -1,0 +1,137 @@
+"""What the scheduler remembers of each sequence, and how a result changes it. Knows tokens and counts; knows no blocks."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32, UInt32
+
+from octavo_core.plan import Arrivals, StepResult
+
+FREE: Final = 0
+WAITING: Final = 1
+RUNNING: Final = 2
+
+
+class SchedulerState(NamedTuple):
+    """Every sequence, by index. Fields of a FREE sequence mean nothing.
+
+    Attributes:
+        tokens: Ids known to the host, prompt first; valid below `known_len`.
+        status: `FREE`, `WAITING` (holds no blocks) or `RUNNING`.
+        known_len: Tokens whose ids have arrived in a `StepResult` or with the prompt.
+        in_flight: Samplings dispatched whose ids have not arrived; their tokens follow the known ones.
+        computed_len: Tokens whose KV is written by dispatched steps.
+        limit_len: Most tokens of prompt and answer together.
+        guard_len: Tokens the sequence had when it was last preempted; until it has more it is not preempted again.
+        cached_len: Tokens found in the cache at its first admission, −1 before.
+        namespace, priority, order, use_prefix: As they arrived.
+        by_rank: Sequences in policy order; where FREE ones stand does not matter. Only arrivals change the order, so only they sort.
+    """
+
+    tokens: Int32[Array, "sequences max_len"]
+    status: Int32[Array, " sequences"]
+    known_len: Int32[Array, " sequences"]
+    in_flight: Int32[Array, " sequences"]
+    computed_len: Int32[Array, " sequences"]
+    limit_len: Int32[Array, " sequences"]
+    guard_len: Int32[Array, " sequences"]
+    cached_len: Int32[Array, " sequences"]
+    namespace: UInt32[Array, "sequences 2"]
+    priority: Int32[Array, " sequences"]
+    order: Int32[Array, " sequences"]
+    use_prefix: Bool[Array, " sequences"]
+    by_rank: Int32[Array, " sequences"]
+
+    @property
+    def total_len(self) -> Int32[Array, " sequences"]:
+        """Tokens of each sequence, those in flight included."""
+        return self.known_len + self.in_flight
+
+    @property
+    def is_running(self) -> Bool[Array, " sequences"]:
+        """Who holds blocks."""
+        return self.status == RUNNING
+
+    @property
+    def is_open(self) -> Bool[Array, " sequences"]:
+        """Running and short of its limit; the others among the running only wait for the host to end them."""
+        return self.is_running & (self.total_len < self.limit_len)
+
+
+def empty_state(num_sequences: int, max_len: int) -> SchedulerState:
+    """No sequences. Every field is a buffer of its own, so that all can be donated."""
+    zeros = [jnp.zeros(num_sequences, jnp.int32) for _ in range(9)]
+    return SchedulerState(
+        tokens=jnp.zeros((num_sequences, max_len), jnp.int32),
+        status=zeros[0],
+        known_len=zeros[1],
+        in_flight=zeros[2],
+        computed_len=zeros[3],
+        limit_len=zeros[4],
+        guard_len=zeros[5],
+        cached_len=zeros[6],
+        namespace=jnp.zeros((num_sequences, 2), jnp.uint32),
+        priority=zeros[7],
+        order=zeros[8],
+        use_prefix=jnp.zeros(num_sequences, bool),
+        by_rank=jnp.arange(num_sequences, dtype=jnp.int32),
+    )
+
+
+def ranks(state: SchedulerState) -> Int32[Array, " sequences"]:
+    """Place of each sequence in policy order, 0 first."""
+    places = jnp.arange(state.by_rank.size, dtype=jnp.int32)
+    return jnp.zeros_like(places).at[state.by_rank].set(places)
+
+
+def take_result(state: SchedulerState, result: StepResult) -> tuple[SchedulerState, Bool[Array, " sequences"]]:
+    """Append the accepted ids and free the finished sequences.
+
+    Returns:
+        The state, and who finished just now. Their lengths stay readable for the rest of the step.
+    """
+    num_sequences, max_len = state.tokens.shape
+    lives = state.status != FREE
+    accepted = jnp.where(lives & (state.in_flight > 0), result.accepted, 0)
+    offsets = jnp.arange(result.token_ids.shape[1], dtype=jnp.int32)
+    # Positions that take no token point past the end, where the scatter drops them.
+    positions = jnp.where(offsets < accepted[:, None], state.known_len[:, None] + offsets, max_len)
+    indices = jnp.arange(num_sequences, dtype=jnp.int32)[:, None]
+    done = result.finished & lives
+    state = state._replace(
+        tokens=state.tokens.at[indices, positions].set(result.token_ids, mode="drop"),
+        known_len=state.known_len + accepted,
+        in_flight=state.in_flight - (accepted > 0),
+        status=jnp.where(done, FREE, state.status),
+    )
+    return state, done
+
+
+def take_arrivals(state: SchedulerState, arrivals: Arrivals, policy: str) -> SchedulerState:
+    """Store new sequences as WAITING and put everybody in policy order."""
+    num_sequences = state.status.size
+    # A negative index would wrap round: unused entries point past the end, where the scatter drops them.
+    to = jnp.where(arrivals.sequence >= 0, arrivals.sequence, num_sequences)
+
+    def put(field: Array, value: Array | int) -> Array:
+        return field.at[to].set(value, mode="drop")
+
+    priority, order = put(state.priority, arrivals.priority), put(state.order, arrivals.order)
+    keys = (order, priority) if policy == "priority" else (order,)
+    return state._replace(
+        tokens=put(state.tokens, arrivals.tokens),
+        status=put(state.status, WAITING),
+        known_len=put(state.known_len, arrivals.prompt_len),
+        in_flight=put(state.in_flight, 0),
+        computed_len=put(state.computed_len, 0),
+        limit_len=put(state.limit_len, arrivals.limit_len),
+        guard_len=put(state.guard_len, 0),
+        cached_len=put(state.cached_len, -1),
+        namespace=put(state.namespace, arrivals.namespace),
+        priority=priority,
+        order=order,
+        use_prefix=put(state.use_prefix, arrivals.use_prefix),
+        by_rank=jnp.lexsort(keys).astype(jnp.int32),
+    )
