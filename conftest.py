@@ -1,7 +1,7 @@
-"""What every test of the workspace shares: profiles, compilation cache, outside material.
+"""What every test of the workspace shares: type checks, profiles, compilation cache, outside material.
 
-Runs before any test module is imported and therefore before jax is. Needs only pytest and hypothesis, so that one package's
-tests can run where nothing else is installed.
+Runs before any test module is imported and therefore before jax is. Needs only pytest, hypothesis, jaxtyping and beartype, so
+that one package's tests can run where no sibling is installed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from jaxtyping import install_import_hook
 
 ROOT = Path(__file__).parent
 
@@ -18,6 +19,9 @@ ROOT = Path(__file__).parent
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Every annotated shape of every package is checked, whichever package's tests import it first.
+install_import_hook([f"octavo_{folder.name}" for folder in (ROOT / "packages").iterdir()], "beartype.beartype")
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50, database=None)
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2000, stateful_step_count=100, print_blob=True)
