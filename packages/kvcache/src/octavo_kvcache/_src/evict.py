@@ -1,0 +1,98 @@
+"""Choosing and freeing cached blocks: a partial selection by key, never a sort.
+
+A policy is a function from the cache to one int32 key per block, smallest first; `least_recently_used` is the one there is.
+Whatever the key, a block must come before its parent, or the tree loses the way to the block. Here that follows from three facts:
+who leases a block leases its ancestors, so an ancestor's last lease never ends earlier; ending a lease
+stamps the whole path; and equal stamps are ordered deepest first.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+from octavo_kvcache._src import index, pool
+from octavo_kvcache._src.state import UNINDEXED, CacheState
+
+NEVER: Final = np.int32(2**31 - 1)
+"""Key of a block that must stay."""
+
+_BATCH: Final = 128
+_WORD: Final = 32
+
+
+def evictable(cache: CacheState) -> Bool[Array, " blocks"]:
+    """Cached blocks that nobody leases."""
+    return (cache.refcount == 0) & (cache.slot != UNINDEXED)
+
+
+def least_recently_used(cache: CacheState) -> Int32[Array, " blocks"]:
+    """Key (last_used, −depth) in 31 bits. Stamps older than the bits allow count as equally old, which keeps the order's promise."""
+    deepest = cache.block_table.shape[2] - 1
+    shift = deepest.bit_length()
+    window = 1 << (30 - shift)
+    age = jnp.clip(cache.last_used - (cache.read().clock - window), 0, window)
+    return jnp.where(evictable(cache), (age << shift) | (deepest - cache.depth), NEVER)
+
+
+def evict(cache: CacheState, count: Int32[Array, ""]) -> CacheState:
+    """Free `count` blocks, at most as many as are evictable, in the order of the key."""
+    count = jnp.minimum(count, cache.read().num_evictable)
+
+    def batch(carry: tuple[CacheState, Array]) -> tuple[CacheState, Array]:
+        cache, left = carry
+        now = jnp.minimum(left, min(_BATCH, cache.slot.shape[0]))
+        block = smallest(least_recently_used(cache), now, min(_BATCH, cache.slot.shape[0]))
+        return _free(cache, block > 0, block), left - now
+
+    return lax.while_loop(lambda c: c[1] > 0, batch, (cache, count))[0]
+
+
+def _free(cache: CacheState, gone: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> CacheState:
+    counters = cache.read()
+    groups = cache.block_table.shape[0]
+    removed, num_removed = pool.log(cache.removed, counters.num_removed, gone, block, cache.generation[block], groups)
+    cache = index.remove(cache._replace(removed=removed), gone, block)
+    num_evictable = counters.num_evictable - jnp.sum(gone, dtype=jnp.int32)
+    return pool.give_back(cache.write(num_removed=num_removed, num_evictable=num_evictable), gone, block)
+
+
+def smallest(keys: Int32[Array, " blocks"], count: Int32[Array, ""], size: int) -> Int32[Array, " size"]:
+    """Ids of the `count` smallest keys, padded with 0; `count` ≤ `size`, and as many keys must differ from `NEVER`.
+
+    Cost: one pass over the keys for each bit in which they differ, found by bisection on the key.
+    """
+
+    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        enough = jnp.sum(keys <= middle, dtype=jnp.int32) >= count
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    bounds = (jnp.min(keys), jnp.max(jnp.where(keys == NEVER, 0, keys)))
+    threshold = lax.while_loop(lambda b: b[0] < b[1], halve, bounds)[0]
+    below, num_below = first_set(keys < threshold, size)
+    level, _ = first_set((keys == threshold) & (threshold != NEVER), size)
+    j = jnp.arange(size, dtype=jnp.int32)
+    chosen = jnp.where(j < num_below, below, level[jnp.clip(j - num_below, 0, size - 1)])
+    return jnp.where(j < count, chosen, 0)
+
+
+def first_set(mask: Bool[Array, " blocks"], size: int) -> tuple[Int32[Array, " size"], Int32[Array, ""]]:
+    """Indices of the first `size` set entries, padded with 0, and how many are set in all.
+
+    Counts per word of 32 first, because a prefix sum over all blocks is dear on CPU.
+    """
+    words = jnp.pad(mask, (0, -mask.shape[0] % _WORD)).reshape(-1, _WORD)
+    per_word = jnp.sum(words, axis=1, dtype=jnp.int32)
+    end = jnp.cumsum(per_word)
+    j = jnp.arange(size, dtype=jnp.int32)
+    word = jnp.minimum(jnp.searchsorted(end, j, side="right", method="scan_unrolled").astype(jnp.int32), words.shape[0] - 1)
+    bits = words[word]
+    nth = j - (end[word] - per_word[word]) + 1
+    offset = jnp.argmax(bits & (jnp.cumsum(bits.astype(jnp.int32), axis=1) == nth[:, None]), axis=1).astype(jnp.int32)
+    return jnp.where(j < end[-1], word * _WORD + offset, 0), end[-1]

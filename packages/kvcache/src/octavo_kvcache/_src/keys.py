@@ -1,0 +1,65 @@
+"""64-bit keys of prefixes as two uint32 lanes: a chain over blocks, computed for a whole prompt at once.
+
+The chain is affine, `key[i] = key[i-1] * FACTOR + fingerprint[i]` modulo 2^32 in each lane, so that an associative scan
+composes it (Blelloch 1990, "Prefix sums and their applications", first-order recurrences). Not cryptographic: who relies on
+a key compares tokens and parent as well. Except for the scan, the functions take NumPy arrays too, for the audit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int32, UInt32
+
+FACTOR: Final = np.array([0x9E3779B1, 0x85EBCA77], np.uint32)
+_SALT: Final = np.array([0x243F6A88, 0x85A308D3], np.uint32)
+
+
+def _mix(x: Any) -> Any:
+    """The 32-bit finaliser of MurmurHash3 (Appleby), a bijection in which every input bit reaches every output bit."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def _multipliers(block_size: int) -> np.ndarray:
+    index = np.arange(2 * block_size, dtype=np.uint32).reshape(block_size, 2)
+    return _mix((index + np.uint32(1)) * np.uint32(0x9E3779B9)) | np.uint32(1)
+
+
+def fingerprint(tokens: Int32[Any, "blocks block_size"]) -> UInt32[Any, "blocks 2"]:
+    """Two lanes per block of tokens."""
+    mixed = _mix(tokens.astype(np.uint32)[..., None] + _SALT)
+    sums = (mixed * _multipliers(tokens.shape[-1])).sum(1, dtype=np.uint32)
+    return _mix(sums + (sums[:, ::-1] >> 7))
+
+
+def root_key(namespace: UInt32[Any, "*n 2"]) -> UInt32[Any, "*n 2"]:
+    """The key before the first block: a tree of its own for each namespace."""
+    return _mix(namespace + _SALT) + namespace[..., ::-1] * FACTOR
+
+
+def chain(
+    starts: Bool[Array, " blocks"], before: UInt32[Array, "blocks 2"], prints: UInt32[Array, "blocks 2"]
+) -> UInt32[Array, "blocks 2"]:
+    """The key of each block, where the blocks of several prefixes follow one another.
+
+    `starts` marks the first block of each run; `before` is the key before it and is read there only.
+    """
+    start = starts[:, None]
+    factor = jnp.where(start, np.uint32(0), FACTOR)
+    offset = jnp.where(start, before * FACTOR + prints, prints)
+
+    def compose(a: Any, b: Any) -> Any:
+        return a[0] * b[0], b[0] * a[1] + b[1]
+
+    return lax.associative_scan(compose, (factor, offset))[1]
+
+
+def address(key: UInt32[Any, "blocks 2"], buckets: int) -> tuple[Int32[Any, " blocks"], UInt32[Any, " blocks"]]:
+    """Bucket and tag of a key; `buckets` is a power of two."""
+    low, high = _mix(key[:, 0]), _mix(key[:, 1])
+    return (low & np.uint32(buckets - 1)).astype(np.int32), high ^ (low >> 16)
