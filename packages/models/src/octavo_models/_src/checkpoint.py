@@ -76,7 +76,9 @@ def locate(
     if path.exists():
         return path, model
     if model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
-        raise CheckpointError(f"no checkpoint at '{model}': wanted an existing folder, an existing .gguf file, or a hub id like owner/name")
+        raise CheckpointError(
+            f"no checkpoint at '{model}': wanted an existing folder, an existing .gguf file, or a hub id like owner/name"
+        )
     return _download(model, revision, download_dir, offline), model
 
 

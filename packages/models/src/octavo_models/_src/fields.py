@@ -55,9 +55,13 @@ class Fields:
             raise self.fail(key, wanted)
         return value
 
-    def number(self, key: str, default: Any = _MISSING, *, above: float = 0.0, most: float = math.inf, closed: bool = False) -> float:
+    def number(
+        self, key: str, default: Any = _MISSING, *, above: float = 0.0, most: float = math.inf, closed: bool = False
+    ) -> float:
         """A finite number above `above` (or equal to it where `closed`) and at most `most`."""
-        wanted = f"a number {'of at least' if closed else 'above'} {above:g}" + (f" and at most {most:g}" if most < math.inf else "")
+        wanted = f"a number {'of at least' if closed else 'above'} {above:g}" + (
+            f" and at most {most:g}" if most < math.inf else ""
+        )
         value = self._get(key, default, wanted)
         if value is default:
             return value

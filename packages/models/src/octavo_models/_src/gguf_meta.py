@@ -153,12 +153,29 @@ def _check_inside(cursor: _Cursor, tensor: GgufTensor, start: int) -> None:
         raise CheckpointError(f"{cursor.path}: truncated: tensor '{tensor.name}' ends at {end}, the file has {cursor.size} bytes")
 
 
+_PLAIN_SIZES: Final = {0: 4, 1: 2, 24: 1, 25: 2, 26: 4, 27: 8, 28: 8, 30: 2}
+_SIZES_OF_32: Final = {2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 9: 40, 20: 18, 39: 17}
+_SIZES_OF_256: Final = {
+    10: 84,
+    11: 110,
+    12: 144,
+    13: 176,
+    14: 210,
+    15: 292,
+    16: 66,
+    17: 74,
+    18: 98,
+    19: 50,
+    21: 110,
+    22: 82,
+    23: 136,
+    29: 56,
+}
 # Elements and bytes of a block of each ggml type.
 _TYPE_SIZES: Final = {
-    **{0: (1, 4), 1: (1, 2), 30: (1, 2), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8)},
-    **{2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40), 20: (32, 18), 39: (32, 17)},
-    **{10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292)},
-    **{16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 21: (256, 110), 22: (256, 82), 23: (256, 136), 29: (256, 56)},
+    kind: (block, size)
+    for block, sizes in ((1, _PLAIN_SIZES), (32, _SIZES_OF_32), (256, _SIZES_OF_256))
+    for kind, size in sizes.items()
 }
 
 

@@ -75,7 +75,9 @@ def _refuse_unserved(fields: Fields) -> None:
         came = ", ".join(names) or model_type or "none named"
         raise UnsupportedModelError(f"{fields.source}: architecture {came} is not served; this version serves {SERVED}")
     if fields.has("quantization_config"):
-        raise UnsupportedModelError(f"{fields.source}: 'quantization_config' is not served; use unquantised safetensors or a GGUF file")
+        raise UnsupportedModelError(
+            f"{fields.source}: 'quantization_config' is not served; use unquantised safetensors or a GGUF file"
+        )
     if fields.boolean("rope_interleaved", False):
         raise UnsupportedModelError(f"{fields.source}: 'rope_interleaved' is not served")
     act = fields.text("hidden_act", "silu")
@@ -99,7 +101,9 @@ def _rope(fields: Fields) -> RopeConfig:
     inner = Fields(values, f"{fields.source}: {key}")
     kind = inner.text("rope_type", inner.text("type", "default"))
     if kind not in _ROPE_KINDS:
-        raise UnsupportedModelError(f"{inner.source}: rope type '{kind}' is not served; this version serves {', '.join(_ROPE_KINDS)}")
+        raise UnsupportedModelError(
+            f"{inner.source}: rope type '{kind}' is not served; this version serves {', '.join(_ROPE_KINDS)}"
+        )
     if fields.number("partial_rotary_factor", 1.0) != 1.0 or inner.number("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError(f"{fields.source}: 'partial_rotary_factor' other than 1 is not served")
     theta = inner.number("rope_theta", fields.number("rope_theta", 10000.0))

@@ -36,7 +36,9 @@ def progress(description: str, total: int, *, unit: str = "") -> Iterator[Advanc
     from rich import progress as bars
     from rich.console import Console
 
-    counter = bars.DownloadColumn() if unit == "B" else bars.TextColumn(f"{{task.completed:.0f}}/{{task.total:.0f}} {unit}".rstrip())
+    counter = (
+        bars.DownloadColumn() if unit == "B" else bars.TextColumn(f"{{task.completed:.0f}}/{{task.total:.0f}} {unit}".rstrip())
+    )
     columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), counter, bars.TimeRemainingColumn())
     with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
