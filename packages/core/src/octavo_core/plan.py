@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from octavo_core.errors import FrameError
 
@@ -148,8 +148,8 @@ class Sampled(NamedTuple):
     top_logprobs: Float32[Array, "rows max_logprobs"]
 
 
-def to_bytes(value: tuple[Shaped[Array, "..."] | tuple[Shaped[Array, "..."], ...], ...]) -> bytes:
-    """A value of this module as msgpack: dtype, shape and raw little-endian bytes of each array, in field order."""
+def to_bytes(value: tuple[Any, ...]) -> bytes:
+    """A value of this module, its arrays of JAX or NumPy, as msgpack: dtype, shape and little-endian bytes, in field order."""
     return msgspec.msgpack.encode(_pack(value))
 
 
