@@ -1,0 +1,253 @@
+"""Portable paged attention in plain XLA: the embedded CPU default, and what every machine without a kernel runs.
+
+Knows one KV layout and two loops: rows with one new token go through in tiles of rows, longer rows in tiles of queries. Both
+visit only tiles of KV that some row can see, by loops whose trip counts are data, so one compiled shape serves every
+context length. Does not know buckets, sampling or where blocks come from.
+
+Why bfloat16 is stored as its uint16 bits: XLA:CPU widens a bfloat16 scatter's whole operand to float32 and back, which
+copies the pool at every step (measured: 1.2 s against 0.5 ms for 30 layers of 1,400 blocks). Bits pass through untouched, and
+widening them to float32 is one shift.
+
+Source: online softmax after Milakov and Gimelshein (2018), tiled as in FlashAttention (Dao et al. 2022).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt8
+from octavo_core.seams import AttentionBatch
+from octavo_core.specs import KVGroupSpec
+
+TILE_KV_TOKENS = 256
+TILE_ROWS = 8
+TILE_Q = 64
+MASKED = -1e30
+
+
+class XlaKV(NamedTuple):
+    """KV memory of one group, one pair of arrays a layer; bfloat16 as uint16 bits."""
+
+    k: tuple[Shaped[Array, "blocks kv_heads block_size head_dim"], ...]
+    v: tuple[Shaped[Array, "blocks kv_heads block_size head_dim"], ...]
+
+
+class XlaAttention:
+    """`octavo_core.seams.AttentionBackend` in XLA operations.
+
+    Args:
+        tile_kv_tokens: KV tokens visited at once; rounded up to whole blocks.
+        tile_q: Queries of one row visited at once.
+    """
+
+    def __init__(self, *, tile_kv_tokens: int = TILE_KV_TOKENS, tile_q: int = TILE_Q) -> None:
+        self._tile_kv_tokens = tile_kv_tokens
+        self._tile_q = tile_q
+        self.layout_id = "xla-bhsd-1"
+
+    def init_kv(self, spec: KVGroupSpec, num_blocks: int) -> XlaKV:
+        """Zeroed memory.
+
+        Raises:
+            NotImplementedError: For groups other than full attention, or an element type other than float32 and bfloat16.
+        """
+        if spec.kind != "full":
+            raise NotImplementedError(f"xla attention serves full attention, this group is '{spec.kind}'")
+        if spec.dtype not in ("float32", "bfloat16"):
+            raise NotImplementedError(f"xla attention stores float32 or bfloat16, this group wants {spec.dtype}")
+        dtype = jnp.uint16 if spec.dtype == "bfloat16" else jnp.float32
+        shape = (num_blocks, spec.kv_heads, spec.block_size, spec.head_dim)
+        layers = range(len(spec.layers))
+        return XlaKV(tuple(jnp.zeros(shape, dtype) for _ in layers), tuple(jnp.zeros(shape, dtype) for _ in layers))
+
+    def write(
+        self,
+        kv: XlaKV,
+        layer: int,
+        k: Float[Array, "tokens kv_heads head_dim"],
+        v: Float[Array, "tokens kv_heads head_dim"],
+        slot_mapping: Int32[Array, " tokens"],
+    ) -> XlaKV:
+        """Store K and V of the step's tokens. Cost: the bytes written."""
+        num_blocks, _, block_size, _ = kv.k[layer].shape
+        block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
+        offset = slot_mapping % block_size
+        new_k = kv.k[layer].at[block, :, offset].set(_store(k, kv.k[layer].dtype), mode="drop")
+        new_v = kv.v[layer].at[block, :, offset].set(_store(v, kv.v[layer].dtype), mode="drop")
+        return XlaKV(_replace(kv.k, layer, new_k), _replace(kv.v, layer, new_v))
+
+    def attend(
+        self, kv: XlaKV, layer: int, q: Float[Array, "tokens q_heads head_dim"], batch: AttentionBatch, *, scale: float
+    ) -> Float[Array, "tokens q_heads head_dim"]:
+        """Causal attention. Cost: each row reads the KV it can see once (longer rows once per `tile_q` queries)."""
+        k, v = kv.k[layer], kv.v[layer]
+        tokens, q_heads, head_dim = q.shape
+        kv_heads, block_size = k.shape[1], k.shape[2]
+        tile_blocks = -(-self._tile_kv_tokens // block_size)
+        table = _pad_to(batch.block_table, 1, tile_blocks)
+        grouped = q.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
+        out = self._single_rows(k, v, grouped, batch, table, tile_blocks, scale)
+        out = self._long_rows(k, v, grouped, batch, table, tile_blocks, scale, out)
+        return out.reshape(tokens, q_heads, head_dim).astype(q.dtype)
+
+    def _single_rows(
+        self,
+        k: Shaped[Array, "blocks kv_heads block_size head_dim"],
+        v: Shaped[Array, "blocks kv_heads block_size head_dim"],
+        q: Float[Array, "tokens kv_heads group head_dim"],
+        batch: AttentionBatch,
+        table: Int32[Array, "rows padded_blocks"],
+        tile_blocks: int,
+        scale: float,
+    ) -> Float32[Array, "tokens kv_heads group head_dim"]:
+        """Rows below `num_single`, `TILE_ROWS` at a time; other rows of the last tile come out as zeros."""
+        tokens, kv_heads, group, head_dim = q.shape
+        rows = table.shape[0]
+        seen = jnp.where(jnp.arange(rows) < batch.num_single, batch.context_len, 0)
+        seen, table = _pad_to(seen, 0, TILE_ROWS), _pad_to(table, 0, TILE_ROWS)
+        num_rows = min(rows, tokens)
+        q = _pad_to(jnp.pad(q[:num_rows].astype(jnp.float32) * scale, ((0, 0), (0, 0), (0, -group % 8), (0, 0))), 0, TILE_ROWS)
+        lanes = q.shape[2]
+        tile_tokens = tile_blocks * k.shape[2]
+
+        def row_tile(j: Int32[Array, ""], out: Float32[Array, "..."]) -> Float32[Array, "..."]:
+            q_tile = lax.dynamic_slice_in_dim(q, j * TILE_ROWS, TILE_ROWS)
+            seen_tile = lax.dynamic_slice_in_dim(seen, j * TILE_ROWS, TILE_ROWS)
+
+            def kv_tile(i: Int32[Array, ""], state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+                top, total, acc = state
+                ids = lax.dynamic_slice(table, (j * TILE_ROWS, i * tile_blocks), (TILE_ROWS, tile_blocks))
+                visible = _token_index(i, tile_blocks, k.shape[2])[None] < seen_tile[:, None, None]
+                k_tile = _load(k, ids)
+                v_tile = jnp.where(visible[:, :, None, :, None], _load(v, ids), 0.0)
+                scores = jnp.einsum("rkgd,rnktd->rnkgt", q_tile, k_tile)
+                scores = jnp.where(visible[:, :, None, None, :], scores, MASKED)
+                new_top = jnp.maximum(top, scores.max((1, 4)))
+                weights = jnp.exp(scores - new_top[:, None, :, :, None])
+                fade = jnp.exp(top - new_top)
+                update = jnp.einsum("rnkgt,rnktd->rnkgd", weights, v_tile).sum(1)
+                return new_top, total * fade + weights.sum((1, 4)), acc * fade[..., None] + update
+
+            trips = (jnp.max(seen_tile) + tile_tokens - 1) // tile_tokens
+            shape = (TILE_ROWS, kv_heads, lanes)
+            start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+            _, total, acc = lax.fori_loop(0, trips, kv_tile, start)
+            return lax.dynamic_update_slice_in_dim(out, _normalise(acc, total)[:, :, :group], j * TILE_ROWS, 0)
+
+        out = jnp.zeros((max(q.shape[0], tokens), kv_heads, group, head_dim))
+        trips = (batch.num_single + TILE_ROWS - 1) // TILE_ROWS
+        return lax.fori_loop(0, trips, row_tile, out)[:tokens]
+
+    def _long_rows(
+        self,
+        k: Shaped[Array, "blocks kv_heads block_size head_dim"],
+        v: Shaped[Array, "blocks kv_heads block_size head_dim"],
+        q: Float[Array, "tokens kv_heads group head_dim"],
+        batch: AttentionBatch,
+        table: Int32[Array, "rows padded_blocks"],
+        tile_blocks: int,
+        scale: float,
+        out: Float32[Array, "tokens kv_heads group head_dim"],
+    ) -> Float32[Array, "tokens kv_heads group head_dim"]:
+        """Rows from `num_single` on, one tile of queries at a time, in flat order: what a tile writes beyond its row, the next overwrites."""
+        tokens, kv_heads, group, head_dim = q.shape
+        tile_q, tile_tokens = min(self._tile_q, tokens), tile_blocks * k.shape[2]
+        item_row, item_tile, num_items = _query_tiles(batch, tokens, tile_q)
+        compute = jnp.float32 if k.dtype == jnp.float32 else jnp.bfloat16
+        q = jnp.pad((q.astype(jnp.float32) * scale).astype(compute), ((0, tile_q), (0, 0), (0, 0), (0, 0)))
+        out = jnp.pad(out, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
+
+        def item(w: Int32[Array, ""], out: Float32[Array, "..."]) -> Float32[Array, "..."]:
+            row, ahead = item_row[w], item_tile[w] * tile_q
+            first, last = batch.query_start[row], batch.query_start[row + 1]
+            seen = batch.context_len[row]
+            position = seen - (last - first) + ahead + jnp.arange(tile_q)
+            q_tile = lax.dynamic_slice_in_dim(q, first + ahead, tile_q).transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+            limit = jnp.tile(jnp.minimum(position + 1, seen), group)
+
+            def kv_tile(i: Int32[Array, ""], state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+                top, total, acc = state
+                ids = lax.dynamic_slice(table, (row, i * tile_blocks), (1, tile_blocks))[0]
+                index = _token_index(i, tile_blocks, k.shape[2])
+                k_tile = _load(k, ids).astype(compute).transpose(1, 0, 2, 3).reshape(kv_heads, tile_tokens, head_dim)
+                v_tile = jnp.where((index < seen)[:, None, :, None], _load(v, ids), 0.0).astype(compute)
+                v_tile = v_tile.transpose(1, 0, 2, 3).reshape(kv_heads, tile_tokens, head_dim)
+                scores = jnp.einsum("kmd,ktd->kmt", q_tile, k_tile, preferred_element_type=jnp.float32)
+                scores = jnp.where(index.reshape(-1) < limit[:, None], scores, MASKED)
+                new_top = jnp.maximum(top, scores.max(-1))
+                weights = jnp.exp(scores - new_top[..., None])
+                fade = jnp.exp(top - new_top)
+                update = jnp.einsum("kmt,ktd->kmd", weights.astype(compute), v_tile, preferred_element_type=jnp.float32)
+                return new_top, total * fade + weights.sum(-1), acc * fade[..., None] + update
+
+            trips = (jnp.minimum(position[0] + tile_q, seen) + tile_tokens - 1) // tile_tokens
+            shape = (kv_heads, group * tile_q)
+            start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+            _, total, acc = lax.fori_loop(0, trips, kv_tile, start)
+            result = _normalise(acc, total).reshape(kv_heads, group, tile_q, head_dim).transpose(2, 0, 1, 3)
+            return lax.dynamic_update_slice_in_dim(out, result, first + ahead, 0)
+
+        return lax.fori_loop(0, num_items, item, out)[:tokens]
+
+    def gather(self, kv: XlaKV, block_ids: Int32[Array, " ids"]) -> UInt8[Array, "ids block_bytes"]:
+        """All layers of each block: K then V of layer 0, of layer 1, … An id outside the pool answers zeros."""
+        parts = [x.at[block_ids].get(mode="fill", fill_value=0) for pair in zip(kv.k, kv.v, strict=True) for x in pair]
+        return jnp.concatenate([lax.bitcast_convert_type(p, jnp.uint8).reshape(len(block_ids), -1) for p in parts], axis=1)
+
+    def scatter(self, kv: XlaKV, block_ids: Int32[Array, " ids"], data: UInt8[Array, "ids block_bytes"]) -> XlaKV:
+        """The inverse of `gather`; id −1 stores nothing."""
+        layers, dtype = len(kv.k), kv.k[0].dtype
+        target = jnp.where(block_ids < 0, kv.k[0].shape[0], block_ids)
+        parts = data.reshape(len(block_ids), layers, 2, *kv.k[0].shape[1:], dtype.itemsize)
+        values = lax.bitcast_convert_type(parts, dtype)
+        new_k = tuple(x.at[target].set(values[:, i, 0], mode="drop") for i, x in enumerate(kv.k))
+        new_v = tuple(x.at[target].set(values[:, i, 1], mode="drop") for i, x in enumerate(kv.v))
+        return XlaKV(new_k, new_v)
+
+
+def _store(x: Float[Array, "..."], dtype: jnp.dtype) -> Shaped[Array, "..."]:
+    return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16) if dtype == jnp.uint16 else x.astype(dtype)
+
+
+def _load(pool: Shaped[Array, "blocks kv_heads block_size head_dim"], ids: Int32[Array, "..."]) -> Float32[Array, "..."]:
+    """Blocks as float32. Ids come from block tables, whose pads point at block 0; an id outside the pool reads zeros."""
+    x = pool.at[ids].get(mode="fill", fill_value=0)
+    return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32) if x.dtype == jnp.uint16 else x
+
+
+def _replace(layers: tuple[Array, ...], layer: int, value: Array) -> tuple[Array, ...]:
+    return (*layers[:layer], value, *layers[layer + 1 :])
+
+
+def _pad_to(x: Shaped[Array, "..."], axis: int, multiple: int) -> Shaped[Array, "..."]:
+    short = -x.shape[axis] % multiple
+    return jnp.pad(x, [(0, short if a == axis else 0) for a in range(x.ndim)]) if short else x
+
+
+def _token_index(tile: Int32[Array, ""], tile_blocks: int, block_size: int) -> Int32[Array, "tile_blocks block_size"]:
+    first = tile * tile_blocks * block_size
+    return first + jnp.arange(tile_blocks * block_size, dtype=jnp.int32).reshape(tile_blocks, block_size)
+
+
+def _normalise(acc: Float32[Array, "... head_dim"], total: Float32[Array, "..."]) -> Float32[Array, "... head_dim"]:
+    return acc / jnp.where(total > 0, total, 1.0)[..., None]
+
+
+def _query_tiles(
+    batch: AttentionBatch, tokens: int, tile_q: int
+) -> tuple[Int32[Array, " items"], Int32[Array, " items"], Int32[Array, ""]]:
+    """The tiles of queries of all long rows in flat order: row, index of the tile in its row, number of tiles."""
+    rows = batch.context_len.shape[0]
+    index = jnp.arange(rows)
+    is_long: Bool[Array, " rows"] = (index >= batch.num_single) & (index < batch.num_rows)
+    lengths = jnp.where(is_long, batch.query_start[1:] - batch.query_start[:-1], 0)
+    ends = jnp.cumsum((lengths + tile_q - 1) // tile_q)
+    item = jnp.arange(tokens // tile_q + min(rows, tokens), dtype=jnp.int32)
+    row = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
+    row = jnp.minimum(row, rows - 1)
+    begin = ends[row] - (lengths[row] + tile_q - 1) // tile_q
+    return row, (item - begin).astype(jnp.int32), ends[-1].astype(jnp.int32)
+
+
