@@ -9,7 +9,7 @@ activation are float32 in every mode. In float32 mode everything is, so results 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,11 +19,14 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from octavo_core.specs import KVGroupSpec
 from octavo_models._src.layers import Embedding, Linear, RMSNorm
+from octavo_models._src.model_config import ModelConfig
 from octavo_models._src.rope import inverse_frequencies, rotate, rotation
 
 if TYPE_CHECKING:
     from octavo_core.seams import LayerAttention
-    from octavo_models._src.model_config import ModelConfig
+else:
+    # The seam's protocol cannot be checked at run time, a callable can.
+    from collections.abc import Callable as LayerAttention
 
 Rotation = tuple[Float32[Array, "tokens 1 half"], Float32[Array, "tokens 1 half"]]
 
@@ -102,13 +105,12 @@ class Llama(nnx.Module):
 
     Attributes:
         config: What it was built from.
+        dtype: Of weights and dot operands.
         embed: Token vectors, and the head where `config.tie_word_embeddings`.
         head: `[vocab, hidden]`, or None where tied.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, dtype: jax.typing.DTypeLike, rope_divisors: Sequence[float] | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jax.typing.DTypeLike, rope_divisors: Sequence[float] | None = None) -> None:
         """Weights are zeros; `load_model` fills them.
 
         Args:
@@ -117,6 +119,7 @@ class Llama(nnx.Module):
             rope_divisors: A checkpoint's own divisor of each rotary frequency; replaces the scaling in `config.rope`.
         """
         self.config = config
+        self.dtype = jnp.dtype(dtype)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim, rope_divisors)
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.blocks = nnx.List([Block(config, i, dtype=dtype) for i in range(config.num_layers)])
@@ -142,3 +145,35 @@ class Llama(nnx.Module):
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float32[Array, "rows vocab"]:
         """Scores of the next token."""
         return self.embed.score(hidden) if self.head is None else self.head(hidden)
+
+    def weight_parts(self) -> Iterator[tuple[nnx.Param, tuple[tuple[str, int], ...]]]:
+        """Every parameter with the Hugging Face tensors that it is made of: name and length along the first axis, top to bottom."""
+        yield self.embed.weight, (("model.embed_tokens.weight", self.config.vocab_size),)
+        for i, block in enumerate(self.blocks):
+            yield from _block_parts(block, f"model.layers.{i}.", self.config)
+        yield self.norm.scale, (("model.norm.weight", self.config.hidden_size),)
+        if self.head is not None:
+            yield self.head.weight, (("lm_head.weight", self.config.vocab_size),)
+
+
+def _block_parts(block: Block, prefix: str, config: ModelConfig) -> Iterator[tuple[nnx.Param, tuple[tuple[str, int], ...]]]:
+    q, kv, hidden, ffn = (
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+        config.hidden_size,
+        config.intermediate_size,
+    )
+    yield block.attention_norm.scale, ((prefix + "input_layernorm.weight", hidden),)
+    yield block.mlp_norm.scale, ((prefix + "post_attention_layernorm.weight", hidden),)
+    yield from _linear_parts(block.attention.qkv, prefix + "self_attn.", (("q_proj", q), ("k_proj", kv), ("v_proj", kv)))
+    yield from _linear_parts(block.attention.out, prefix + "self_attn.", (("o_proj", hidden),))
+    yield from _linear_parts(block.mlp.gate_up, prefix + "mlp.", (("gate_proj", ffn), ("up_proj", ffn)))
+    yield from _linear_parts(block.mlp.down, prefix + "mlp.", (("down_proj", hidden),))
+
+
+def _linear_parts(
+    linear: Linear, prefix: str, parts: tuple[tuple[str, int], ...]
+) -> Iterator[tuple[nnx.Param, tuple[tuple[str, int], ...]]]:
+    yield linear.weight, tuple((f"{prefix}{name}.weight", size) for name, size in parts)
+    if linear.bias is not None:
+        yield linear.bias, tuple((f"{prefix}{name}.bias", size) for name, size in parts)

@@ -10,33 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from octavo_core.errors import UnsupportedModelError
+from octavo_models._src.model_config import RopeConfig
 
 
-class RopeSettings(Protocol):
-    """What the frequencies depend on; `RopeConfig` has it."""
-
-    @property
-    def theta(self) -> float: ...  # noqa: D102
-    @property
-    def kind(self) -> str: ...  # noqa: D102
-    @property
-    def factor(self) -> float: ...  # noqa: D102
-    @property
-    def low_freq_factor(self) -> float: ...  # noqa: D102
-    @property
-    def high_freq_factor(self) -> float: ...  # noqa: D102
-    @property
-    def original_max_position_embeddings(self) -> int: ...  # noqa: D102
-
-
-def inverse_frequencies(rope: RopeSettings, head_dim: int, divisors: Sequence[float] | None = None) -> tuple[float, ...]:
+def inverse_frequencies(rope: RopeConfig, head_dim: int, divisors: Sequence[float] | None = None) -> tuple[float, ...]:
     """Radians per position of each rotated pair, float32 values as Python floats (hashable, so jit may close over them).
 
     Args:
@@ -62,7 +45,7 @@ def inverse_frequencies(rope: RopeSettings, head_dim: int, divisors: Sequence[fl
     return tuple(scaled.astype(np.float32).tolist())
 
 
-def _llama3(base: np.ndarray, rope: RopeSettings) -> np.ndarray:
+def _llama3(base: np.ndarray, rope: RopeConfig) -> np.ndarray:
     """Wavelengths short against the original context stay, long ones stretch by `factor`, between them it blends."""
     wavelength = 2 * math.pi / base
     turns = rope.original_max_position_embeddings / wavelength

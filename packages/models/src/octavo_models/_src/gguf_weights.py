@@ -1,0 +1,138 @@
+"""Weights of the Llama family from a GGUF file, under their Hugging Face names and in Hugging Face order.
+
+Knows how llama.cpp names tensors and reorders the rows of Q and K; leaves the header to `gguf_meta` and the arithmetic of each
+quantisation to the `gguf` package. The weights of a quantised checkpoint are bfloat16 values whatever dtype they are kept in:
+dequantised in float32, rounded once, so that float32 and bfloat16 runs compute with one and the same model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from octavo_core.errors import CheckpointError, UnsupportedModelError
+from octavo_models._src.gguf_meta import GgufHeader, GgufTensor, read_gguf
+from octavo_models._src.weights import BFLOAT16, row_chunks
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_BLOCK = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_ROPE_DIVISORS = "rope_freqs.weight"
+_PLAIN = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16)
+
+
+def hugging_face_name(name: str) -> str:
+    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; names not known are returned as they are."""
+    if (match := _BLOCK_NAME.fullmatch(name)) and match[2] in _IN_BLOCK:
+        return f"model.layers.{match[1]}.{_IN_BLOCK[match[2]]}.{match[3]}"
+    stem, _, kind = name.rpartition(".")
+    return f"{_TOP[stem]}.{kind}" if stem in _TOP else name
+
+
+def half_split_order(num_rows: int, num_heads: int) -> np.ndarray:
+    """For each row of Q or K as Hugging Face has it, the row of a GGUF file that holds it.
+
+    llama.cpp rotates neighbouring pairs (2i, 2i+1), Hugging Face the pairs (i, i + head_dim/2).
+    """
+    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
+
+
+class GGUFWeights:
+    """A `WeightSource` over a memory-mapped GGUF file.
+
+    Attributes:
+        is_quantised: Whether any tensor's elements share scales in blocks.
+
+    Args:
+        path: The file.
+        num_heads, num_kv_heads: Of the model, to undo the reordering of Q and K.
+
+    Raises:
+        CheckpointError: When the file is missing, truncated or not GGUF.
+        UnsupportedModelError: For a quantisation that the `gguf` package does not know.
+    """
+
+    def __init__(self, path: Path, *, num_heads: int, num_kv_heads: int) -> None:
+        header = read_gguf(path)
+        self._raw = np.memmap(path, np.uint8, mode="r")
+        self._tensors = {hugging_face_name(name): _Tensor(header, tensor) for name, tensor in header.tensors.items()}
+        self._heads = {"q_proj": num_heads, "k_proj": num_kv_heads}
+        self.is_quantised = any(t.kind not in _PLAIN for t in self._tensors.values())
+        divisors = self._tensors.get(_ROPE_DIVISORS)
+        self.rope_divisors = None if divisors is None else tuple(divisors.rows(self._raw, slice(None)).ravel().tolist())
+
+    def names(self) -> frozenset[str]:
+        """All tensors there are."""
+        return frozenset(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor that `names` lists."""
+        return self._tensors[name].shape
+
+    def read(self, name: str, out: np.ndarray) -> None:
+        """Convert a tensor into `out`; through bfloat16 where the checkpoint is quantised."""
+        tensor, order = self._tensors[name], self._order(name, out.shape[0])
+        if out.ndim == 1:
+            whole = tensor.rows(self._raw, slice(None)).ravel()
+            out[:] = self._rounded(whole if order is None else whole[order])
+            return
+        for rows in row_chunks(out.shape[0], out[0].size):
+            out[rows] = self._rounded(tensor.rows(self._raw, rows if order is None else order[rows]))
+
+    def _rounded(self, values: np.ndarray) -> np.ndarray:
+        return values.astype(BFLOAT16) if self.is_quantised else values
+
+    def _order(self, name: str, num_rows: int) -> np.ndarray | None:
+        """Rows of the file in the order wanted, or None where that is the file's own."""
+        heads = self._heads.get(name.split(".")[-2])
+        if heads is None:
+            return None
+        if num_rows % (2 * heads):
+            raise CheckpointError(f"tensor '{name}' has {num_rows} rows, which {heads} heads do not divide into pairs")
+        return half_split_order(num_rows, heads)
+
+
+class _Tensor:
+    """Where a tensor lies in the file and how its rows are coded."""
+
+    def __init__(self, header: GgufHeader, tensor: GgufTensor) -> None:
+        self.shape = tensor.shape[::-1]
+        self.kind, per_block, block_bytes = _coding(tensor)
+        if not self.shape or self.shape[-1] % per_block:
+            message = (
+                f"{header.path}: tensor '{tensor.name}' of shape {self.shape} is not made of {self.kind.name} blocks of {per_block}"
+            )
+            raise CheckpointError(message)
+        row_bytes = self.shape[-1] // per_block * block_bytes
+        self._bytes_shape = (math.prod(self.shape[:-1]), row_bytes)
+        self._span = slice(tensor.offset, tensor.offset + math.prod(self._bytes_shape))
+
+    def rows(self, raw: np.ndarray, index: slice | np.ndarray) -> np.ndarray:
+        """Rows as float32."""
+        return gguf.quants.dequantize(raw[self._span].reshape(self._bytes_shape)[index], self.kind)
+
+
+def _coding(tensor: GgufTensor) -> tuple[gguf.GGMLQuantizationType, int, int]:
+    """The element type, and elements and bytes of its block."""
+    try:
+        kind = gguf.GGMLQuantizationType(tensor.ggml_type)
+        per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+    except (ValueError, KeyError, NotImplementedError):
+        message = f"tensor '{tensor.name}' has ggml type {tensor.ggml_type}, which cannot be dequantised here"
+        raise UnsupportedModelError(f"{message}; use a file in F16, BF16, Q8_0, Q4_1 or a K-quant") from None
+    return kind, per_block, block_bytes
