@@ -1,0 +1,89 @@
+"""From bytes to a validated request: bounded reading, strict JSON, pydantic. Knows no endpoint."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from starlette.types import Receive, Scope
+
+from octavo_core.errors import RequestError
+from octavo_server._src.openai_errors import BodyTooLargeError
+
+M = TypeVar("M", bound=BaseModel)
+_DRAINED_BODIES = 4
+
+
+class ClientGoneError(Exception):
+    """The client went away before its request was read; there is nobody to answer."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The request's body.
+
+    A body over the limit is read on (and dropped) for a while, so that the client gets to read the refusal.
+
+    Raises:
+        BodyTooLargeError: More than `limit` bytes.
+        ClientGoneError: The connection ended.
+    """
+    chunks, size, more = [], 0, True
+    while more and size <= _DRAINED_BODIES * limit:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        more = message.get("more_body", False)
+        if size <= limit:
+            chunks.append(chunk)
+        else:
+            chunks.clear()
+    if size > limit:
+        raise BodyTooLargeError(f"a request body has at most {limit} bytes (--max-body-bytes), got more")
+    return b"".join(chunks)
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body.
+
+    Raises:
+        RequestError: For anything else: broken JSON, NaN, invalid UTF-8, lone surrogates, deep nesting, another type.
+    """
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise RequestError("the request body is nested too deeply", code="invalid_json") from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"wanted a JSON object as request body, got {_kind(value)}", code="invalid_json")
+    return value
+
+
+def validate(model: type[M], value: dict[str, Any], *, ignore_unknown: bool) -> M:
+    """A request of the given model.
+
+    Raises:
+        RequestError: Naming the first offending field.
+    """
+    try:
+        return model.model_validate(value, context={"ignore_unknown": ignore_unknown})
+    except ValidationError as errors:
+        first = errors.errors(include_url=False, include_context=False)[0]
+        path = ".".join(str(part) for part in first["loc"])
+        got = "" if first["type"] == "missing" else f", got {_shown(first['input'])}"
+        raise RequestError(f"{path}: {first['msg']}{got}", param=path) from None
+
+
+def _kind(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return f"{'an array' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a huge integer"
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,50 @@
+"""Settings of the HTTP server, in vLLM's names where vLLM has one. Knows nothing of the engine's settings."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from octavo_core.config import option
+from octavo_core.errors import ConfigError
+
+_HTTP = "HTTP server"
+_API = "API"
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """What `octavo serve` needs to know beside the engine's configuration."""
+
+    host: str = option("0.0.0.0", "Address to listen on", group=_HTTP)
+    port: int = option(8000, "Port to listen on; 0 lets the system choose", group=_HTTP)
+    root_path: str = option("", "Path under which a proxy serves this server", group=_HTTP)
+    max_body_bytes: int = option(32 * 2**20, "Largest request body", group=_HTTP)
+    shutdown_timeout: float = option(10.0, "Seconds that running requests may take to finish after SIGTERM", group=_HTTP)
+    uvicorn_log_level: str = option(
+        "info", "Level of the HTTP server's log", group=_HTTP, choices=("critical", "error", "warning", "info", "debug", "trace")
+    )
+    disable_uvicorn_access_log: bool = option(False, "Do not log each request", group=_HTTP, aliases=("--disable-access-log",))
+    api_key: tuple[str, ...] = option(
+        (), "Key that clients must send as a bearer token; repeat for several (also from OCTAVO_API_KEY)", group=_API, metavar="KEY"
+    )
+    served_model_name: tuple[str, ...] = option(
+        (), "Name clients use for the model; repeat for several, the first is answered", group=_API, metavar="NAME"
+    )
+    chat_template: str = option("", "Jinja file, or the template itself, instead of the checkpoint's", group=_API)
+    skip_tokenizer_init: bool = option(False, "Serve token ids in and out, without a tokenizer", group=_API)
+    ignore_unknown_fields: bool = option(False, "Ignore request fields this server does not understand", group=_API)
+    return_tokens_as_token_ids: bool = option(False, 'Write tokens in logprobs as "token_id:N"', group=_API)
+    enable_prompt_tokens_details: bool = option(True, "Accepted for compatibility: cached tokens are always reported", group=_API)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port is between 0 and 65535, got {self.port}")
+        if self.max_body_bytes < 1024:
+            raise ConfigError(f"--max-body-bytes is at least 1024, got {self.max_body_bytes}")
+        if not 0 <= self.shutdown_timeout <= 86400:
+            raise ConfigError(f"--shutdown-timeout is between 0 and 86400 seconds, got {self.shutdown_timeout}")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"--root-path begins with '/' and does not end with it, got '{self.root_path}'")
+        for key in self.api_key:
+            if not key or not key.isascii() or not key.isprintable() or " " in key:
+                raise ConfigError("an --api-key is one or more printable ASCII characters without spaces")

@@ -1,0 +1,106 @@
+"""From a request's prompt or messages to token ids, with every size checked before work is spent on it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any, TypeVar
+
+from octavo_core.errors import ContextLengthError, RequestError
+from octavo_core.wire import ModelCard
+from octavo_server._src.requests import Conversation
+from octavo_server._src.state import Served, ServerState
+
+MAX_PROMPTS = 1024
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One prompt. `text` is None where the client sent ids."""
+
+    ids: list[int]
+    text: str | None = None
+
+
+async def completion_prompts(state: ServerState, served: Served, value: Any, *, add_special_tokens: bool) -> list[Prompt]:
+    """The prompts of a completion request: a string, strings, ids, or lists of ids.
+
+    Raises:
+        RequestError: For anything else, for ids outside the vocabulary, and for prompts that do not fit.
+    """
+    prompts = []
+    for one in _listed(value):
+        if isinstance(one, str):
+            text = served.require_text()
+            ids = await off_loop(state, text.encode, one, add_special_tokens=add_special_tokens)
+            prompts.append(Prompt(ids, one))
+        else:
+            check_length(len(one), None, served.card)
+            prompts.append(Prompt(one))
+        check_ids(prompts[-1].ids, served.card)
+    return prompts
+
+
+async def chat_prompt(state: ServerState, served: Served, request: Conversation) -> Prompt:
+    """The prompt of a conversation, through the model's chat template."""
+    served.require_text()
+    rendered, ids = await off_loop(state, _render, served, request)
+    check_ids(ids, served.card, param="messages")
+    return Prompt(ids, rendered)
+
+
+async def off_loop(state: ServerState, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run CPU-bound text work in the server's threads, so that other streams go on."""
+    return await asyncio.get_running_loop().run_in_executor(state.threads, lambda: function(*args, **kwargs))
+
+
+def _render(served: Served, request: Conversation) -> tuple[str, list[int]]:
+    text = served.require_text()
+    rendered = text.render(
+        [message.for_template() for message in request.messages],
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final=request.continue_final_message,
+        extra=request.chat_template_kwargs,
+    )
+    return rendered, text.encode(rendered, add_special_tokens=request.add_special_tokens, param="messages")
+
+
+def _listed(value: Any) -> list[str | list[int]]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise RequestError(
+            "a prompt is a string, an array of strings, of token ids, or of arrays of token ids, and not empty", param="prompt"
+        )
+    if all(type(one) is int for one in value):
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise RequestError(f"a request has at most {MAX_PROMPTS} prompts, got {len(value)}", param="prompt")
+    if all(isinstance(one, str) for one in value) or all(isinstance(one, list) for one in value):
+        return value
+    raise RequestError("the items of a prompt array are all strings, all integers or all arrays of integers", param="prompt")
+
+
+def check_ids(ids: list[Any], card: ModelCard, *, param: str = "prompt") -> None:
+    """Refuse an empty prompt and ids that name no token: inside the engine they would be clamped, not noticed."""
+    if not ids:
+        raise RequestError("wanted at least one prompt token, got none", param=param)
+    bad = next((one for one in ids if type(one) is not int or not 0 <= one < card.vocab_size), None)
+    if bad is not None:
+        raise RequestError(f"token ids are integers in [0, {card.vocab_size}), got {str(bad)[:40]}", param=param)
+
+
+def check_length(prompt_len: int, max_tokens: int | None, card: ModelCard, *, param: str = "prompt") -> None:
+    """Refuse what cannot fit the context together with the tokens asked for (at least one).
+
+    Raises:
+        ContextLengthError: In the words of OpenAI's API, which clients look for.
+    """
+    asked = max(max_tokens or 1, 1)
+    if prompt_len + asked > card.max_model_len:
+        raise ContextLengthError(
+            f"this model's maximum context length is {card.max_model_len} tokens, but {prompt_len + asked} were requested "
+            f"({prompt_len} in the {param}, {asked} in the completion); shorten the {param} or ask for fewer",
+            param=param,
+        )

@@ -1,0 +1,84 @@
+"""What every endpoint of one server shares: the model it serves, once there is one, and the requests in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from octavo_core.errors import RequestError, UnknownModelError, nearest_name
+from octavo_core.wire import ModelCard
+from octavo_server._src.config import ServerConfig
+from octavo_server._src.metrics import Metrics
+from octavo_server._src.openai_errors import NotReadyError
+from octavo_server._src.text import Text
+
+if TYPE_CHECKING:
+    from octavo_core.seams import Engine
+else:  # octavo_core.seams imports jax, which a frontend must not
+    Engine = Any
+
+_TOKENIZER_THREADS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A loaded model. `text` is None where token ids go in and out."""
+
+    engine: Engine
+    card: ModelCard
+    names: tuple[str, ...]
+    text: Text | None
+    created: int
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served here; no name means this one."""
+        if name is not None and name not in self.names:
+            hint = nearest_name(name, self.names) or f"; served here: {', '.join(self.names)}"
+            raise UnknownModelError(f"the model '{name[:200]}' does not exist{hint}", param="model")
+
+    def require_text(self) -> Text:
+        """The tokenizer and template.
+
+        Raises:
+            RequestError: The server runs without.
+        """
+        if self.text is None:
+            raise RequestError(
+                "this server was started with --skip-tokenizer-init: it takes prompts as token ids only", param="prompt"
+            )
+        return self.text
+
+
+class ServerState:
+    """The mutable centre of one server; touched on its event loop only."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.served: Served | None = None
+        self.live: set[str] = set()
+        self.metrics = Metrics()
+        self.threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="octavo-tokenizer")
+
+    def become_ready(self, engine: Engine, card: ModelCard, text: Text | None) -> None:
+        """Begin to serve a loaded engine."""
+        names = self.config.served_model_name or (card.name,)
+        self.served = Served(engine, card, names, text, int(time.time()))
+        self.metrics.follow(engine, names[0], self.live)
+
+    def require_served(self) -> Served:
+        """The model being served.
+
+        Raises:
+            NotReadyError: It is still loading.
+        """
+        if self.served is None:
+            raise NotReadyError("the model is still loading; try again in a few seconds")
+        return self.served
+
+    async def abort_all(self) -> None:
+        """End every request in flight; each client is told."""
+        if self.served is not None:
+            for request_id in list(self.live):
+                await self.served.engine.abort(request_id)
