@@ -8,7 +8,7 @@ smallest legal implementation of each.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8, UInt32
 
@@ -21,6 +21,7 @@ S = TypeVar("S")
 KV = TypeVar("KV")
 
 
+@runtime_checkable
 class PrefixCache(Protocol[C]):
     """Who holds which KV block, and which prefixes are already computed. Contents of blocks are elsewhere.
 
@@ -72,6 +73,7 @@ class PrefixCache(Protocol[C]):
         """End the leases of these sequences; committed blocks stay cached, the rest become free. Drains the events."""
 
 
+@runtime_checkable
 class Scheduler(Protocol[S, C]):
     """Decides what the next step computes. Built around a cache object: tracing inlines it."""
 
@@ -100,6 +102,7 @@ class AttentionBatch(NamedTuple):
     num_rows: Int32[Array, ""]
 
 
+@runtime_checkable
 class AttentionBackend(Protocol[KV]):
     """Owns KV memory, its layout and the attention over it. Raises `NotImplementedError` with the reason where it cannot serve.
 
@@ -133,6 +136,7 @@ class AttentionBackend(Protocol[KV]):
         """The inverse of `gather`; id −1 stores nothing."""
 
 
+@runtime_checkable
 class LayerAttention(Protocol):
     """How a model reaches its KV: writes K and V of a layer, attends, hands the KV on."""
 
@@ -147,6 +151,7 @@ class LayerAttention(Protocol):
         """`layer` is the model's layer number; which group it belongs to is the caller's knowledge."""
 
 
+@runtime_checkable
 class Model(Protocol):
     """Weights and the pure function they stand for."""
 
@@ -162,6 +167,7 @@ class Model(Protocol):
         """Scores of the next token."""
 
 
+@runtime_checkable
 class Sampler(Protocol[S]):
     """Chooses tokens on the device and keeps what that needs per sequence."""
 
@@ -181,6 +187,7 @@ class Sampler(Protocol[S]):
         """The next token of each row (`sequence` −1 pads), its scores, and the state that remembers it. `position`: index of the new token in its sequence."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """What a frontend talks to."""
 
@@ -200,6 +207,7 @@ class Engine(Protocol):
         """A reading of the step loop. Never blocks."""
 
 
+@runtime_checkable
 class Clock(Protocol):
     """Time, so that tests and simulation can bring their own."""
 
