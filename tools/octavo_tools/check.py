@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import subprocess
 import sys
 import time
@@ -16,13 +15,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from octavo_tools import rules
+from octavo_tools.environments import UNREACHABLE
 from octavo_tools.workspace import ROOT, packages
-
-UNREACHABLE = re.compile(
-    r"error sending request|dns error|failed to (fetch|lookup)|could not connect|connection (refused|reset)|timed? ?out"
-    r"|network connectivity is disabled|HTTP status (server )?error|50[0234] ",
-    re.IGNORECASE,
-)
 
 
 @dataclasses.dataclass(frozen=True)
