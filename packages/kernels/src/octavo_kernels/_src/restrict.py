@@ -1,63 +1,46 @@
 """Which tokens top_k, top_p and min_p leave, without sorting the vocabulary.
 
-Knows distances: `(greatest score − score) / temperature`, so 0 is the most likely token, a masked token is at infinity, and a
-token's weight is `exp(−distance)`. All three rules keep a prefix of the tokens in the order (distance, id); what is found here is
-the end of that prefix. Distances are not negative, so their bits, read as integers, are in the same order, and bisecting
-over those integers ends at an exact answer after at most 31 counts. Knows nothing of keys, penalties or the state.
+Knows that the most likely tokens are in the lanes with the best tokens: the best 128 tokens of the best 64 lanes settle nearly
+every row, and a row they do not settle (a very flat one, or a large top_k) is bisected. Both ways are exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
+from octavo_kernels._src.bisect import bisect_cut
+from octavo_kernels._src.cut import ANY_ID, Cut
 from octavo_kernels._src.vocab import LANE
 
-INF_BITS: Final = 0x7F800000
-ANY_ID: Final = 2**31 - 1
+NUM_LANES: Final = 64
+NUM_NEAREST: Final = 128
 TINY: Final = 1.1754944e-38
 
 Distance = Float32[Array, "rows lanes lane"]
-RowBits = Int32[Array, " rows"]
+RowInt = Int32[Array, " rows"]
 RowFloat = Float32[Array, " rows"]
 
 
-class Cut(NamedTuple):
-    """End of the kept prefix: all up to `near`, and those up to `far` whose id is at most `last_id`."""
+class Nearest(NamedTuple):
+    """The most likely tokens of each row in the order (distance, id).
 
-    near: Float32[Array, " rows"]
-    far: Float32[Array, " rows"]
-    last_id: Int32[Array, " rows"]
+    Attributes:
+        distance, token_id: Entries from `num` on may lack tokens between them.
+        num: Leading entries that are certainly the most likely ones.
+        complete: These are all the tokens there are; all others are banned.
+    """
 
-
-class Band(NamedTuple):
-    """The distances in (near, far]: either all equal, or all kept. Of them the first `take` ids are kept."""
-
-    near: Float32[Array, " rows"]
-    far: Float32[Array, " rows"]
-    num_near: Int32[Array, " rows"]
-    num_far: Int32[Array, " rows"]
-    take: Int32[Array, " rows"]
+    distance: Float32[Array, "rows nearest"]
+    token_id: Int32[Array, "rows nearest"]
+    num: Int32[Array, " rows"]
+    complete: Bool[Array, " rows"]
 
 
-def keep(distance: Distance, cut: Cut) -> Bool[Array, "rows lanes lane"]:
-    """The tokens inside the cut."""
-    tied = (distance <= _wide(cut.far)) & (_ids(distance) <= cut.last_id[:, None, None])
-    return (distance <= _wide(cut.near)) | tied
-
-
-def everything(rows: int) -> Cut:
-    """The cut that keeps all tokens."""
-    inf = jnp.full(rows, jnp.inf, jnp.float32)
-    return Cut(inf, inf, jnp.full(rows, ANY_ID, jnp.int32))
-
-
-def find_cut(distance: Distance, vocab: int, top_k: RowBits, top_p: RowFloat, min_p: RowFloat) -> Cut:
+def find_cut(distance: Distance, vocab: int, top_k: RowInt, top_p: RowFloat, min_p: RowFloat) -> Cut:
     """Where top_k, then top_p over what it leaves, then min_p end the prefix.
 
     Among equals lower ids come first, so top_k=1, a tiny top_p and min_p=1 each leave exactly the greedy token.
@@ -69,108 +52,83 @@ def find_cut(distance: Distance, vocab: int, top_k: RowBits, top_p: RowFloat, mi
         top_p: Smallest prefix whose share reaches it; ≥ 1 keeps all.
         min_p: Least weight relative to the most likely token; ≤ 0 keeps all.
 
-    Cost: At most 31 counts for each of top_k and top_p, 31 more where equals must be told apart by id; each reads `distance` once.
-        Rows stop early, a rule nobody uses costs one.
+    Cost: Three passes over `distance`, and up to 80 over the rows that must be bisected.
     """
     top_k = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
     top_k = jnp.where(min_p >= 1, 1, top_k)
-    by_k = _bound(distance, top_k < vocab, lambda count, mass: count >= top_k, exact=top_k)
-    by_k = by_k._replace(take=top_k - by_k.num_near)
-    near_mass, tie_mass = _masses(distance, by_k)
-    target = top_p * (near_mass + by_k.take * tie_mass)
-    by_p = _bound(distance, top_p < 1, lambda count, mass: mass >= target)
-    near_mass, tie_mass = _masses(distance, by_p)
-    missing = jnp.ceil((target - near_mass) / jnp.maximum(tie_mass, TINY))
-    ties = by_p.num_far - by_p.num_near
-    # A row far above int32 would wrap; clip as floats first.
-    take = jnp.clip(missing, 1, ties.astype(jnp.float32)).astype(jnp.int32)
-    by_p = by_p._replace(take=jnp.where(top_p < 1, take, ties))
-    tighter = by_p.num_near + by_p.take < by_k.num_near + by_k.take
-    band = Band(*(jnp.where(tighter, p, k) for p, k in zip(by_p, by_k, strict=True)))
-    cut = Cut(band.near, band.far, _last_id(distance, band))
+    quick, settled = _from_nearest(distance, nearest(distance), vocab, top_k, top_p)
+    cut = lax.cond(
+        settled.all(),
+        lambda: quick,
+        lambda: lax.platform_dependent(distance, top_k, top_p, settled, quick, cpu=_rowwise(vocab), default=_at_once(vocab)),
+    )
     floor = jnp.where(min_p > 0, -jnp.log(jnp.clip(min_p, TINY, 1.0)), jnp.inf)
     return cut._replace(near=jnp.minimum(cut.near, floor), far=jnp.minimum(cut.far, floor))
 
 
-def _bound(
-    distance: Distance,
-    active: Bool[Array, " rows"],
-    reached: Callable[[RowBits, RowFloat], Bool[Array, " rows"]],
-    *,
-    exact: RowBits | None = None,
-) -> Band:
-    """The smallest distance at which count and mass of the tokens within it have `reached` what is wanted.
+def nearest(distance: Distance) -> Nearest:
+    """The most likely tokens, as far as the best lanes tell.
 
-    A row also stops when one token is left between the two ends, or when the far end holds `exact` tokens.
+    A token nearer than every token of the lanes left out cannot be missing; one at the same distance could be.
     """
-    rows = distance.shape[0]
-
-    def unsettled(lo: RowBits, hi: RowBits, n_lo: RowBits, n_hi: RowBits) -> Bool[Array, " rows"]:
-        going = active & (hi - lo > 1) & (n_hi - n_lo > 1)
-        return going if exact is None else going & (n_hi != exact)
-
-    def halve(state: tuple[RowBits, RowBits, RowBits, RowBits]) -> tuple[RowBits, RowBits, RowBits, RowBits]:
-        lo, hi, n_lo, n_hi = state
-        going = unsettled(*state)
-        mid = lo + (hi - lo) // 2
-        count, mass = _within(distance, _as_float(mid))
-        yes = reached(count, mass)
-        down, up = going & yes, going & ~yes
-        return jnp.where(up, mid, lo), jnp.where(down, mid, hi), jnp.where(up, count, n_lo), jnp.where(down, count, n_hi)
-
-    size = distance.shape[1] * LANE
-    start = (
-        jnp.full(rows, -1, jnp.int32),
-        jnp.full(rows, INF_BITS, jnp.int32),
-        jnp.zeros(rows, jnp.int32),
-        jnp.full(rows, size, jnp.int32),
-    )
-    lo, hi, n_lo, n_hi = lax.while_loop(lambda s: unsettled(*s).any(), halve, start)
-    return Band(_as_float(lo), _as_float(hi), n_lo, n_hi, n_hi - n_lo)
+    rows, lanes, _ = distance.shape
+    num_lanes = min(NUM_LANES, lanes)
+    best, lane_ids = lax.top_k(-distance.min(axis=-1), min(num_lanes + 1, lanes))
+    outside = -best[:, num_lanes] if lanes > num_lanes else jnp.full(rows, jnp.inf, jnp.float32)
+    # In the order of their ids, so that among equals the partial selection below prefers the lower id.
+    lane_ids = jnp.sort(lane_ids[:, :num_lanes].astype(jnp.int32), axis=-1)
+    inside = jnp.take_along_axis(distance, lane_ids[:, :, None], axis=1).reshape(rows, num_lanes * LANE)
+    negative, at = lax.top_k(-inside, NUM_NEAREST)
+    token_id = jnp.take_along_axis(lane_ids, at // LANE, axis=1) * LANE + at % LANE
+    num = (-negative < outside[:, None]).sum(axis=-1, dtype=jnp.int32)
+    return Nearest(-negative, token_id.astype(jnp.int32), num, jnp.isinf(outside) & (num < NUM_NEAREST))
 
 
-def _last_id(distance: Distance, band: Band) -> RowBits:
-    """The id at which the wanted number of the band's tokens is complete; the greatest integer where all are kept."""
-    rows, lanes, lane = distance.shape
-    partial = band.take < band.num_far - band.num_near
-    inside = (distance > _wide(band.near)) & (distance <= _wide(band.far))
-
-    def halve(state: tuple[RowBits, RowBits]) -> tuple[RowBits, RowBits]:
-        lo, hi = state
-        mid = lo + (hi - lo) // 2
-        enough = _sum(inside & (_ids(distance) <= mid[:, None, None]), jnp.int32) >= band.take
-        going = partial & (hi - lo > 1)
-        return jnp.where(going & ~enough, mid, lo), jnp.where(going & enough, mid, hi)
-
-    start = jnp.full(rows, -1, jnp.int32), jnp.full(rows, lanes * lane - 1, jnp.int32)
-    _, last = lax.while_loop(lambda s: (partial & (s[1] - s[0] > 1)).any(), halve, start)
-    return jnp.where(partial, last, ANY_ID)
-
-
-def _masses(distance: Distance, band: Band) -> tuple[RowFloat, RowFloat]:
-    """Weight of the tokens before the band, and of each one in it."""
-    near, far = _within(distance, band.near)[1], _within(distance, band.far)[1]
-    return near, (far - near) / jnp.maximum(band.num_far - band.num_near, 1)
+def _from_nearest(
+    distance: Distance, found: Nearest, vocab: int, top_k: RowInt, top_p: RowFloat
+) -> tuple[Cut, Bool[Array, " rows"]]:
+    """The cut, and for which rows it is right."""
+    mass = jnp.cumsum(jnp.exp(-found.distance), axis=-1)
+    within_k = jnp.take_along_axis(mass, jnp.minimum(top_k, NUM_NEAREST)[:, None] - 1, axis=1)[:, 0]
+    total = jnp.exp(-distance).sum(axis=1).sum(axis=-1)
+    target = top_p * jnp.where(top_k < vocab, within_k, total)
+    num_p = jnp.where(top_p < 1, 1 + (mass < target[:, None]).sum(axis=-1, dtype=jnp.int32), vocab)
+    num = jnp.minimum(top_k, num_p)
+    settled = (num == vocab) | found.complete | ((num <= found.num) & ((top_k <= found.num) | (top_k == vocab)))
+    num = jnp.where(found.complete, jnp.clip(num, 1, jnp.maximum(found.num, 1)), num)
+    last = jnp.clip(num, 1, NUM_NEAREST)[:, None] - 1
+    far = jnp.take_along_axis(found.distance, last, axis=1)[:, 0]
+    # Just below: the previous float, or nothing.
+    near = jnp.where(far > 0, jnp.nextafter(far, jnp.float32(0)), -1.0)
+    last_id = jnp.take_along_axis(found.token_id, last, axis=1)[:, 0]
+    whole = num == vocab
+    cut = Cut(jnp.where(whole, jnp.inf, near), jnp.where(whole, jnp.inf, far), jnp.where(whole, ANY_ID, last_id))
+    return cut, settled
 
 
-def _within(distance: Distance, bound: RowFloat) -> tuple[RowBits, RowFloat]:
-    inside = distance <= _wide(bound)
-    return _sum(inside, jnp.int32), _sum(jnp.where(inside, jnp.exp(-distance), 0), jnp.float32)
+class _rowwise:
+    """Bisect the rows that need it one after the other: each fits a CPU's cache, and the others cost nothing."""
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
+
+    def __call__(self, distance: Distance, top_k: RowInt, top_p: RowFloat, settled: Bool[Array, " rows"], quick: Cut) -> Cut:
+        order = jnp.argsort(settled, stable=True)
+
+        def one(i: Int32[Array, ""], cut: Cut) -> Cut:
+            row = order[i]
+            found = bisect_cut(distance[row][None], self.vocab, top_k[row][None], top_p[row][None])
+            return Cut(*(old.at[row].set(new[0]) for old, new in zip(cut, found, strict=True)))
+
+        return lax.fori_loop(0, (~settled).sum(), one, quick)
 
 
-def _sum(values: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    # Lanes first: XLA:CPU makes vector code of a sum over a leading axis only.
-    return values.sum(axis=1, dtype=dtype).sum(axis=-1, dtype=dtype)
+class _at_once:
+    """Bisect all rows together, in few launches."""
 
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
 
-def _as_float(bits: RowBits) -> RowFloat:
-    return jnp.where(bits < 0, -1.0, lax.bitcast_convert_type(bits, jnp.float32))
-
-
-def _ids(distance: Distance) -> Int32[Array, "1 lanes lane"]:
-    _, lanes, lane = distance.shape
-    return jnp.arange(lanes * lane, dtype=jnp.int32).reshape(1, lanes, lane)
-
-
-def _wide(values: RowFloat) -> Float32[Array, "rows 1 1"]:
-    return values[:, None, None]
+    def __call__(self, distance: Distance, top_k: RowInt, top_p: RowFloat, settled: Bool[Array, " rows"], quick: Cut) -> Cut:
+        found = bisect_cut(distance, self.vocab, jnp.where(settled, self.vocab, top_k), jnp.where(settled, 1.0, top_p))
+        return Cut(*(jnp.where(settled, old, new) for old, new in zip(quick, found, strict=True)))

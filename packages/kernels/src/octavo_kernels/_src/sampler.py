@@ -16,7 +16,9 @@ from jaxtyping import Array, Bool, Float32, Int16, Int32, UInt32
 
 from octavo_core.errors import ConfigError
 from octavo_core.plan import Sampled, SamplingArrivals
-from octavo_kernels._src import edits, restrict, vocab
+from octavo_kernels._src import edits, vocab
+from octavo_kernels._src.cut import everything, keep
+from octavo_kernels._src.restrict import find_cut
 from octavo_kernels._src.scores import score_tokens
 
 MIN_TEMPERATURE: Final = 1e-5
@@ -254,10 +256,10 @@ def _draw(
     min_p = jnp.where(is_random, params.min_p, 0.0)
     cut = lax.cond(
         ((top_k > 0) | (top_p < 1) | (min_p > 0)).any(),
-        lambda: restrict.find_cut(distance, size, top_k, top_p, min_p),
-        lambda: restrict.everything(len(scores)),
+        lambda: find_cut(distance, size, top_k, top_p, min_p),
+        lambda: everything(len(scores)),
     )
-    kept = jnp.where(restrict.keep(distance, cut), distance, jnp.inf)
+    kept = jnp.where(keep(distance, cut), distance, jnp.inf)
     return jnp.minimum(_categorical(kept, params.seed, position), size - 1)
 
 
