@@ -20,7 +20,7 @@ def audit(cache: CacheState, spec: CacheSpec) -> list[str]:
 
     Cost: host time linear in the pool; for tests and incident reports, not for the step loop.
     """
-    host = CacheState(*(np.asarray(leaf) for leaf in jax.device_get(cache)))
+    host: CacheState = jax.device_get(cache)
     problems = list(_audit_tables(host, spec))
     if problems:
         return problems

@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from octavo_kvcache._src import index, keys, pool
+from octavo_kvcache._src.scan import prefix_sum, rank_in
 from octavo_kvcache._src.state import CacheState
 
 
@@ -63,13 +64,13 @@ def _gather(
 ) -> _Work:
     sequences, max_blocks = cache.block_table.shape[1:]
     j = jnp.arange(max_commits, dtype=jnp.int32)
-    end = jnp.cumsum(pending)
+    end = prefix_sum(pending)
     live = j < end[-1]
-    row = jnp.minimum(jnp.searchsorted(end, j, side="right", method="scan_unrolled").astype(jnp.int32), sequences - 1)
+    row = jnp.minimum(rank_in(end, j), sequences - 1)
     first = jnp.where(live, end[row] - pending[row], j)
     column = jnp.where(live, cache.committed[row] + j - first, 0)
     blocks = tokens.reshape(sequences * max_blocks, -1)[row * max_blocks + column]
-    key = keys.chain(j == first, cache.chain[row], keys.fingerprint(blocks))
+    key = keys.chain(first, cache.chain[row], keys.fingerprint(blocks))
     bucket, tag = keys.address(key, cache.index_tag.shape[0])
     own = jnp.where(live, cache.block_table[0, row, column], 0)
     return _Work(live, row, column, first, own, blocks, cache.sequence_namespace[row], key, bucket, tag)
@@ -100,7 +101,7 @@ def _judge(cache: CacheState, work: _Work) -> _Verdict:
 def _from_first(work: _Work, bad: Bool[Array, " work"]) -> Bool[Array, " work"]:
     """Whether something bad came at or before each entry in its own run."""
     j = jnp.arange(bad.shape[0], dtype=jnp.int32)
-    return lax.cummax(jnp.where(bad, j, -1)) >= work.first
+    return jnp.any(bad & (j >= work.first[:, None]) & (j <= j[:, None]), axis=1)
 
 
 def _spread(work: _Work, failed: Bool[Array, " work"], leader: Int32[Array, " work"]) -> Bool[Array, " work"]:

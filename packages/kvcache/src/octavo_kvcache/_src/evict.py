@@ -16,13 +16,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from octavo_kvcache._src import index, pool
+from octavo_kvcache._src.scan import first_set
 from octavo_kvcache._src.state import UNINDEXED, CacheState
 
 NEVER: Final = np.int32(2**31 - 1)
 """Key of a block that must stay."""
 
 _BATCH: Final = 128
-_WORD: Final = 32
 
 
 def evictable(cache: CacheState) -> Bool[Array, " blocks"]:
@@ -80,19 +80,3 @@ def smallest(keys: Int32[Array, " blocks"], count: Int32[Array, ""], size: int) 
     j = jnp.arange(size, dtype=jnp.int32)
     chosen = jnp.where(j < num_below, below, level[jnp.clip(j - num_below, 0, size - 1)])
     return jnp.where(j < count, chosen, 0)
-
-
-def first_set(mask: Bool[Array, " blocks"], size: int) -> tuple[Int32[Array, " size"], Int32[Array, ""]]:
-    """Indices of the first `size` set entries, padded with 0, and how many are set in all.
-
-    Counts per word of 32 first, because a prefix sum over all blocks is dear on CPU.
-    """
-    words = jnp.pad(mask, (0, -mask.shape[0] % _WORD)).reshape(-1, _WORD)
-    per_word = jnp.sum(words, axis=1, dtype=jnp.int32)
-    end = jnp.cumsum(per_word)
-    j = jnp.arange(size, dtype=jnp.int32)
-    word = jnp.minimum(jnp.searchsorted(end, j, side="right", method="scan_unrolled").astype(jnp.int32), words.shape[0] - 1)
-    bits = words[word]
-    nth = j - (end[word] - per_word[word]) + 1
-    offset = jnp.argmax(bits & (jnp.cumsum(bits.astype(jnp.int32), axis=1) == nth[:, None]), axis=1).astype(jnp.int32)
-    return jnp.where(j < end[-1], word * _WORD + offset, 0), end[-1]

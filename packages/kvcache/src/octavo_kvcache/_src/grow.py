@@ -8,6 +8,7 @@ from jaxtyping import Array, Int32
 from octavo_core.plan import OK, OUT_OF_BLOCKS
 from octavo_kvcache._src import pool
 from octavo_kvcache._src.evict import evict
+from octavo_kvcache._src.scan import prefix_sum
 from octavo_kvcache._src.state import CacheState
 
 
@@ -22,7 +23,7 @@ def grow(
     lack = jnp.clip(demand - cache.held, 0, refused)
     lack = jnp.where(demand > cache.block_table.shape[2], refused, lack)
     order = jnp.argsort(rank, stable=True)
-    served = jnp.cumsum(lack[order]) <= available
+    served = prefix_sum(lack[order]) <= available
     give = jnp.where(jnp.zeros_like(cache.sealed).at[order].set(served), lack, 0)
     cache = evict(cache, jnp.sum(give) - counters.num_free)
     return pool.hand_out(cache, give), jnp.where(give == lack, OK, OUT_OF_BLOCKS)

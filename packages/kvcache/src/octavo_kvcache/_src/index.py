@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt32
 
+from octavo_kvcache._src.scan import prefix_sum
 from octavo_kvcache._src.state import UNINDEXED, WAYS, CacheState
 
 
@@ -48,7 +49,7 @@ def room(
     peers = (bucket[:, None] == bucket[None, :]) & new[None, :]
     rank = jnp.sum(jnp.tril(peers, -1), axis=1)
     vacant = cache.index_block[bucket] == 0
-    chosen = vacant & (jnp.cumsum(vacant, axis=1) == rank[:, None] + 1)
+    chosen = vacant & (prefix_sum(vacant.astype(jnp.int32)) == rank[:, None] + 1)
     return new & jnp.any(chosen, axis=1), jnp.argmax(chosen, axis=1).astype(jnp.int32)
 
 

@@ -1,8 +1,8 @@
 """64-bit keys of prefixes as two uint32 lanes: a chain over blocks, computed for a whole prompt at once.
 
-The chain is affine, `key[i] = key[i-1] * FACTOR + fingerprint[i]` modulo 2^32 in each lane, so that an associative scan
-composes it (Blelloch 1990, "Prefix sums and their applications", first-order recurrences). Not cryptographic: who relies on
-a key compares tokens and parent as well. Except for the scan, the functions take NumPy arrays too, for the audit.
+The chain is `key[i] = key[i-1] * FACTOR + fingerprint[i]` modulo 2^32 in each lane: a first-order recurrence, which an associative
+scan computes (Blelloch 1990, "Prefix sums and their applications"). Not cryptographic: who relies on a key compares
+tokens and parent as well. All but `chain` take NumPy arrays too, for the audit.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Bool, Int32, UInt32
+from jaxtyping import Array, Int32, UInt32
+
+from octavo_kvcache._src.scan import prefix_sum
 
 FACTOR: Final = np.array([0x9E3779B1, 0x85EBCA77], np.uint32)
 _SALT: Final = np.array([0x243F6A88, 0x85A308D3], np.uint32)
@@ -43,20 +44,27 @@ def root_key(namespace: UInt32[Any, "*n 2"]) -> UInt32[Any, "*n 2"]:
 
 
 def chain(
-    starts: Bool[Array, " blocks"], before: UInt32[Array, "blocks 2"], prints: UInt32[Array, "blocks 2"]
+    first: Int32[Array, " blocks"], before: UInt32[Array, "blocks 2"], prints: UInt32[Array, "blocks 2"]
 ) -> UInt32[Array, "blocks 2"]:
-    """The key of each block, where the blocks of several prefixes follow one another.
+    """The key of each block, where the blocks of several prefixes follow one another in runs.
 
-    `starts` marks the first block of each run; `before` is the key before it and is read there only.
+    `first` is the index of the first block of a block's run, `before` the key before the run. Dividing fingerprint `i` by `FACTOR**i`
+    turns the recurrence into one prefix sum, from which the sum before the run is subtracted.
     """
-    start = starts[:, None]
-    factor = jnp.where(start, np.uint32(0), FACTOR)
-    offset = jnp.where(start, before * FACTOR + prints, prints)
+    powers, inverses = _powers(prints.shape[0])
+    scaled = prints * inverses[:-1]
+    sums = prefix_sum(scaled.T).T
+    within = sums - (sums - scaled)[first]
+    place = jnp.arange(prints.shape[0], dtype=jnp.int32)
+    return within * powers[:-1] + before * jnp.asarray(powers)[place - first + 1]
 
-    def compose(a: Any, b: Any) -> Any:
-        return a[0] * b[0], b[0] * a[1] + b[1]
 
-    return lax.associative_scan(compose, (factor, offset))[1]
+def _powers(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """FACTOR**i and its inverse modulo 2^32, i = 0..n."""
+    inverse = np.array([pow(int(factor), -1, 1 << 32) for factor in FACTOR], np.uint32)
+    up, down = (np.cumprod(np.broadcast_to(f, (n, 2)), axis=0, dtype=np.uint32) for f in (FACTOR, inverse))
+    one = np.ones((1, 2), np.uint32)
+    return np.concatenate([one, up]), np.concatenate([one, down])
 
 
 def address(key: UInt32[Any, "blocks 2"], buckets: int) -> tuple[Int32[Any, " blocks"], UInt32[Any, " blocks"]]:

@@ -34,7 +34,7 @@ def match(cache: CacheState, tokens: Int32[Array, " max_len"], length: Int32[Arr
     blocks = tokens.reshape(-1, block_size)
     position = jnp.arange(blocks.shape[0], dtype=jnp.int32)
     root = keys.root_key(namespace)
-    key = keys.chain(position == 0, jnp.broadcast_to(root, (blocks.shape[0], 2)), keys.fingerprint(blocks))
+    key = keys.chain(jnp.zeros_like(position), jnp.broadcast_to(root, (blocks.shape[0], 2)), keys.fingerprint(blocks))
     bucket, tag = keys.address(key, cache.index_tag.shape[0])
     found = index.probe(cache, bucket, tag, blocks, jnp.broadcast_to(namespace, key.shape))
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), found.block[:-1]])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from octavo_kvcache._src.scan import prefix_sum, rank_in
 from octavo_kvcache._src.state import UNINDEXED, CacheState
 
 _CHUNK = 64
@@ -18,7 +19,7 @@ _CHUNK = 64
 def give_back(cache: CacheState, freed: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> CacheState:
     """Push the `freed` blocks on the stack. They must be leased by nobody and stand in no index."""
     num_free = cache.read().num_free
-    count = jnp.cumsum(freed.astype(jnp.int32))
+    count = prefix_sum(freed.astype(jnp.int32))
     at = jnp.where(freed, num_free + count - 1, cache.free.shape[0])
     return cache._replace(free=cache.free.at[at].set(block, mode="drop")).write(num_free=num_free + count[-1])
 
@@ -26,7 +27,7 @@ def give_back(cache: CacheState, freed: Bool[Array, " ids"], block: Int32[Array,
 def hand_out(cache: CacheState, give: Int32[Array, " sequences"]) -> CacheState:
     """Append `give` free blocks to each sequence's table. The stack must hold as many and the tables have the room."""
     nodes, sequences = cache.refcount.shape[0], cache.held.shape[0]
-    end = jnp.cumsum(give)
+    end = prefix_sum(give)
     total, num_free, free = end[-1], cache.read().num_free, cache.free
     start = cache.held - (end - give)
 
@@ -34,7 +35,7 @@ def hand_out(cache: CacheState, give: Int32[Array, " sequences"]) -> CacheState:
         first, table, refcount, generation = carry
         j = first + jnp.arange(min(_CHUNK, nodes), dtype=jnp.int32)
         live = j < total
-        row = jnp.minimum(jnp.searchsorted(end, j, side="right", method="scan_unrolled").astype(jnp.int32), sequences - 1)
+        row = jnp.minimum(rank_in(end, j), sequences - 1)
         block = free[jnp.where(live, num_free - 1 - j, 0)]
         at = jnp.where(live, block, nodes)
         table = table.at[:, jnp.where(live, row, sequences), start[row] + j].set(block, mode="drop")
@@ -56,7 +57,7 @@ def log(
     groups: int,
 ) -> tuple[Int32[Array, "max_events 3"], Int32[Array, ""]]:
     """Append an event per group for each block that `happened`; what does not fit is counted only."""
-    count = jnp.cumsum(happened.astype(jnp.int32))
+    count = prefix_sum(happened.astype(jnp.int32))
     for group in range(groups):
         at = jnp.where(happened, num_events + (count - 1) * groups + group, events.shape[0])
         entry = jnp.stack([jnp.full_like(block, group), block, generation], axis=1)

@@ -106,13 +106,15 @@ def num_buckets(spec: CacheSpec) -> int:
 def empty(spec: CacheSpec, max_events: int) -> CacheState:
     """No sequences, nothing cached, every block free."""
     nodes, buckets, sequences = num_nodes(spec), num_buckets(spec), spec.max_sequences
-    per_node = [jnp.zeros(nodes, jnp.int32) for _ in range(5)]
     counters = jnp.zeros(len(Counters._fields), jnp.int32).at[0].set(nodes - 1)
     return CacheState(
-        jnp.zeros((nodes, spec.block_size), jnp.int32),
-        *per_node[:4],
+        tokens=jnp.zeros((nodes, spec.block_size), jnp.int32),
+        refcount=jnp.zeros(nodes, jnp.int32),
+        generation=jnp.zeros(nodes, jnp.int32),
+        parent=jnp.zeros(nodes, jnp.int32),
+        depth=jnp.zeros(nodes, jnp.int32),
         slot=jnp.full(nodes, UNINDEXED, jnp.int32),
-        last_used=per_node[4],
+        last_used=jnp.zeros(nodes, jnp.int32),
         namespace=jnp.zeros((nodes, 2), jnp.uint32),
         index_tag=jnp.zeros((buckets, WAYS), jnp.uint32),
         index_block=jnp.zeros((buckets, WAYS), jnp.int32),
