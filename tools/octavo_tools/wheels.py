@@ -61,8 +61,10 @@ def try_together(wheels: dict[str, Path], constraints: Path) -> None:
     """Install every wheel in one environment and use it."""
     with environment([str(path) for path in wheels.values()], constraints) as programs:
         add_checkpoint(programs, constraints)
-        python = [programs / "python", "-c"]
-        trials = [(f"import {package.module}", [*python, _probe(package)]) for package in packages()]
+        python: list[str | Path] = [programs / "python", "-c"]
+        trials: list[tuple[str, list[str | Path]]] = [
+            (f"import {package.module}", [*python, _probe(package)]) for package in packages()
+        ]
         trials += [("octavo --help", [programs / "octavo", "--help"])]
         trials += [(f"example of {package.name}", [*python, example]) for package in packages() if (example := _example(package))]
         for name, argv in trials:
