@@ -59,12 +59,13 @@ def lock_is_current() -> Outcome:
 
 
 def checks(*, fix: bool) -> dict[str, Check]:
-    """Every check by name, the slowest first. With `fix`, ruff mends what it can."""
+    """Every check by name, the slowest first. With `fix`, what a program can mend is mended."""
     sources = [str(package.source.parent.relative_to(ROOT)) for package in packages()]
     python = [sys.executable, "-m"]
     return {
         "types": command(*python, "mypy", *sources, "tools/octavo_tools"),
         "imports": command("lint-imports", "--no-logo"),
+        "graph": command(sys.executable, "tools/import-graph", *([] if fix else ["--check"])),
         "format": command("ruff", "format", ".", *([] if fix else ["--check"])),
         "lint": command("ruff", "check", ".", *(["--fix"] if fix else [])),
         "lock": lock_is_current,
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "names", nargs="*", metavar="CHECK", help=f"one or more of {', '.join(checks(fix=False))}; all when none is named"
     )
-    parser.add_argument("--fix", action="store_true", help="let ruff mend what it can")
+    parser.add_argument("--fix", action="store_true", help="mend what a program can mend")
     args = parser.parse_args(argv)
     known = checks(fix=args.fix)
     if unknown := set(args.names) - set(known):
