@@ -8,8 +8,7 @@ changes the tokens, so that comparing with `expected_tokens` finds it. Knows pla
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -50,29 +49,18 @@ class Stream:
 
 def expected_tokens(stream: Stream, vocab_size: int) -> list[int]:
     """Prompt and answer of a stream computed alone, without paging."""
-    digest = _ROOT
-    tokens = list(stream.prompt)
-    for token in tokens:
-        digest = _digest(digest, token)
-    while len(tokens) < stream.end_len:
-        tokens.append(_next_token(digest, vocab_size))
-        digest = _digest(digest, tokens[-1])
+    digest, tokens = int(_ROOT), list(stream.prompt)
+    for index in range(stream.end_len):
+        if index == len(tokens):
+            tokens.append((digest >> 33) % vocab_size)
+        digest = (digest * int(_FACTOR) + (tokens[index] + 1) * int(_WEIGHT)) % 2**64
     return tokens
 
 
-def _digest(before: Any, token: Any) -> Any:
-    with np.errstate(over="ignore"):
-        return np.uint64(before) * _FACTOR + (np.uint64(token) + np.uint64(1)) * _WEIGHT
-
-
-def _next_token(digest: Any, vocab_size: int) -> int:
-    return int(digest >> np.uint64(33)) % vocab_size
-
-
-def expect(condition: object, message: str) -> None:
-    """Raise AssertionError unless the condition holds; unlike the statement, also under `python -O`."""
+def expect(condition: object, message: str, *values: object) -> None:
+    """Raise AssertionError unless the condition holds, also under `python -O`; the message is formatted only then."""
     if not condition:
-        raise AssertionError(message)
+        raise AssertionError(message.format(*values))
 
 
 class SimulatedDevice:
@@ -103,11 +91,11 @@ class SimulatedDevice:
             self._last[sequence] = token
         return sampled
 
-    def _fed_ids(self, plan: StepPlan) -> np.ndarray[Any, Any]:
+    def _fed_ids(self, plan: StepPlan) -> np.ndarray:
         ids = np.array(plan.token_ids, np.int64)
-        for t in np.flatnonzero(ids[: int(plan.num_tokens)] < 0):
-            ids[t] = self._last[plan.sequence[plan.row[t]]]
-            expect(ids[t] >= 0, f"token {t} asks for a sampled id, but its sequence {plan.sequence[plan.row[t]]} has sampled none")
+        in_flight = np.flatnonzero(ids[: int(plan.num_tokens)] < 0)
+        ids[in_flight] = self._last[plan.sequence[plan.row[in_flight]]]
+        expect((ids >= 0).all(), "tokens {} ask for sampled ids of sequences that have none", in_flight)
         return ids
 
     def _copy(self, group: int, plan: StepPlan) -> None:
@@ -116,69 +104,83 @@ class SimulatedDevice:
                 at, to = (slice(b * self._block_size, (b + 1) * self._block_size) for b in (source, target))
                 self._tokens[group][to], self._digests[group][to] = self._tokens[group][at], self._digests[group][at]
 
-    def _write(self, group: int, plan: StepPlan, ids: np.ndarray[Any, Any]) -> None:
+    def _write(self, group: int, plan: StepPlan, ids: np.ndarray) -> None:
         """Store the step's tokens, lower positions first: rows may share blocks that are written in this very step."""
         live = np.arange(int(plan.num_tokens))
-        for t in live[np.argsort(plan.positions[live], kind="stable")]:
-            row, position = int(plan.row[t]), int(plan.positions[t])
-            before = self._digests[group][self._slots(group, plan, row, [position - 1])[0]] if position else _ROOT
-            slot = int(plan.slot_mapping[group, t])
-            self._tokens[group][slot], self._digests[group][slot] = ids[t], _digest(before, ids[t])
+        before = np.maximum(plan.positions[live] - 1, 0)
+        behind = plan.block_table[group, plan.row[live], before // self._block_size] * self._block_size + before % self._block_size
+        digests = self._digests[group]
+        for t in live[np.argsort(plan.positions[live], kind="stable")].tolist():
+            digest = int(digests[behind[t]]) if plan.positions[t] else int(_ROOT)
+            slot = plan.slot_mapping[group, t]
+            self._tokens[group][slot] = ids[t]
+            digests[slot] = (digest * int(_FACTOR) + (int(ids[t]) + 1) * int(_WEIGHT)) % 2**64
 
     def _read(self, group: int, plan: StepPlan) -> dict[int, int]:
         """Look at all each row sees, and sample."""
         sampled = {}
         for row in range(int(plan.num_rows)):
-            slots = self._slots(group, plan, row, range(int(plan.context_len[row])))
+            at = np.arange(int(plan.context_len[row]))
+            slots = plan.block_table[group, row, at // self._block_size] * self._block_size + at % self._block_size
             digests = self._digests[group][slots]
             before = np.concatenate([[_ROOT], digests[:-1]])
-            wrong = np.flatnonzero(_digest(before, self._tokens[group][slots].astype(np.uint64)) != digests)
-            where = f"row {row}, sequence {plan.sequence[row]}"
-            expect(not wrong.size, f"{where} reads foreign or unwritten KV at positions {wrong.tolist()}")
+            wrong = np.flatnonzero(
+                before * _FACTOR + (self._tokens[group][slots].astype(np.uint64) + np.uint64(1)) * _WEIGHT != digests
+            )
+            if wrong.size:
+                raise AssertionError(f"row {row}, sequence {plan.sequence[row]} reads foreign or unwritten KV at positions {wrong}")
             if plan.sample_rows[row] >= 0:
-                sampled[int(plan.sequence[row])] = _next_token(digests[-1], self.vocab_size)
+                sampled[int(plan.sequence[row])] = int(digests[-1] >> np.uint64(33)) % self.vocab_size
         return sampled
-
-    def _slots(self, group: int, plan: StepPlan, row: int, positions: Sequence[int]) -> np.ndarray[Any, Any]:
-        at = np.asarray(positions, np.int64)
-        return np.asarray(plan.block_table[group, row])[at // self._block_size] * self._block_size + at % self._block_size
 
 
 def check_plan(plan: StepPlan, spec: CacheSpec) -> None:
     """Raise AssertionError where a plan with NumPy arrays breaks a promise of `StepPlan`."""
+    promises = {**_row_promises(plan), **_token_promises(plan, spec), **_table_promises(plan, spec)}
+    broken = [promise for promise, holds in promises.items() if not holds]
+    if broken:
+        raise AssertionError(f"{'; '.join(broken)}: {plan}")
+
+
+def _row_promises(plan: StepPlan) -> dict[str, bool]:
     rows, tokens = plan.sequence.size, plan.token_ids.size
     num_rows, num_tokens, num_single = int(plan.num_rows), int(plan.num_tokens), int(plan.num_single)
-    expect(0 <= num_single <= num_rows <= rows, f"{num_single} single of {num_rows} of {rows} rows")
-    live = plan.sequence[:num_rows]
-    expect(len(set(live.tolist())) == num_rows and (live >= 0).all(), f"rows name sequences {live}")
-    expect((plan.sequence[num_rows:] == -1).all(), "sequence of pads is −1")
-    lens = np.diff(plan.query_start)
-    expect(plan.query_start[0] == 0 and plan.query_start[-1] == num_tokens <= tokens, f"query_start {plan.query_start}")
-    expect((lens[:num_single] == 1).all() and (lens[num_single:num_rows] > 1).all(), f"single rows come first, got {lens}")
-    expect((lens[num_rows:] == 0).all() and (plan.context_len[num_rows:] == 0).all(), "pads have no tokens and no context")
-    _check_tokens(plan, spec, lens)
-    _check_tables(plan, spec)
+    live, lens = plan.sequence[:num_rows], np.diff(plan.query_start)
+    return {
+        "num_single ≤ num_rows ≤ rows": 0 <= num_single <= num_rows <= rows,
+        "each row is a sequence of its own": len(set(live.tolist())) == num_rows and bool((live >= 0).all()),
+        "sequence of pads is −1": bool((plan.sequence[num_rows:] == -1).all()),
+        "query_start runs from 0 to num_tokens": bool(plan.query_start[0] == 0 and plan.query_start[-1] == num_tokens <= tokens),
+        "rows with one token come first": bool((lens[:num_single] == 1).all() and (lens[num_single:num_rows] > 1).all()),
+        "pads have no tokens and no context": not lens[num_rows:].any() and not plan.context_len[num_rows:].any(),
+    }
 
 
-def _check_tokens(plan: StepPlan, spec: CacheSpec, lens: np.ndarray[Any, Any]) -> None:
-    num_tokens, rows = int(plan.num_tokens), plan.sequence.size
-    expect((plan.row[:num_tokens] == np.repeat(np.arange(rows), lens)).all(), f"row of tokens {plan.row}")
-    expect((plan.row[num_tokens:] == rows).all(), "row of pads is `rows`")
-    expect((plan.slot_mapping[:, num_tokens:] == -1).all(), "slot of pads is −1")
-    row = plan.row[:num_tokens]
+def _token_promises(plan: StepPlan, spec: CacheSpec) -> dict[str, bool]:
+    num_tokens, rows, lens = int(plan.num_tokens), plan.sequence.size, np.diff(plan.query_start)
+    row, positions = np.repeat(np.arange(rows), lens), plan.positions[:num_tokens]
     offsets = np.arange(num_tokens) - plan.query_start[row]
-    positions = plan.positions[:num_tokens]
-    expect((positions == (plan.context_len - lens)[row] + offsets).all(), f"positions {positions}")
     blocks, inside = positions // spec.block_size, positions % spec.block_size
-    expect((plan.slot_mapping[:, :num_tokens] == plan.block_table[:, row, blocks] * spec.block_size + inside).all(), "slot_mapping")
-    last = plan.query_start[1:] - 1
-    expect(((plan.sample_rows == -1) | ((plan.sample_rows == last) & (lens > 0))).all(), f"sample_rows {plan.sample_rows}")
-    expect((plan.token_ids[:num_tokens][offsets < lens[row] - 1] >= 0).all(), "only the last token of a row may be in flight")
+    slots = plan.block_table[:, row, blocks] * spec.block_size + inside
+    is_last = (plan.sample_rows == plan.query_start[1:] - 1) & (lens > 0)
+    return {
+        "tokens lie row after row": bool((plan.row[:num_tokens] == row).all()),
+        "row of pads is `rows`": bool((plan.row[num_tokens:] == rows).all()),
+        "a row's positions end at its context_len": bool((positions == (plan.context_len - lens)[row] + offsets).all()),
+        "slots follow from block tables": bool((plan.slot_mapping[:, :num_tokens] == slots).all()),
+        "slot of pads is −1": bool((plan.slot_mapping[:, num_tokens:] == -1).all()),
+        "rows sample their last token or nothing": bool(((plan.sample_rows == -1) | is_last).all()),
+        "only a row's last token may be in flight": bool((plan.token_ids[:num_tokens][offsets < lens[row] - 1] >= 0).all()),
+    }
 
 
-def _check_tables(plan: StepPlan, spec: CacheSpec) -> None:
+def _table_promises(plan: StepPlan, spec: CacheSpec) -> dict[str, bool]:
     used = -(-plan.context_len // spec.block_size)
-    inside = np.arange(plan.block_table.shape[2]) < used[:, None]
-    for table, num_blocks in zip(plan.block_table, spec.num_blocks, strict=True):
-        expect((table[~inside] == 0).all(), "block tables are padded with the reserved block 0")
-        expect(((table[inside] > 0) & (table[inside] < num_blocks)).all(), f"block ids are 1..{num_blocks - 1}")
+    inside = np.broadcast_to(np.arange(plan.block_table.shape[2]) < used[:, None], plan.block_table.shape)
+    num_blocks = np.array(spec.num_blocks)[:, None, None]
+    in_pool = (plan.block_table > 0) & (plan.block_table < num_blocks)
+    return {
+        "a block table names blocks of the pool, then the reserved block 0": bool(
+            (in_pool == inside).all() and not plan.block_table[~inside].any()
+        )
+    }

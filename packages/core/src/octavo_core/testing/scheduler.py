@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from octavo_core.specs import CacheSpec
 from octavo_core.testing.device import SimulatedDevice, Stream, check_plan, expect, expected_tokens
 
 
+@runtime_checkable
 class Planner(Protocol):
     """What `HostLoop` drives: a scheduler with its states inside."""
 
@@ -102,7 +103,7 @@ class HostLoop:
         """
         while not self.is_done:
             expect(
-                self.num_steps < max_steps, f"{len(self._queue) + len(self.stream_of)} streams unfinished after {max_steps} steps"
+                self.num_steps < max_steps, "{} waiting, {} live after {} steps", len(self._queue), len(self.stream_of), max_steps
             )
             yield self.step()
 
@@ -114,7 +115,7 @@ class HostLoop:
         self.plan = plan = self.planner.step(self._next_result())
         check_plan(plan, self.spec)
         for sequence, cached_len in zip(plan.sequence[: plan.num_rows].tolist(), plan.cached_len.tolist(), strict=False):
-            expect(sequence in self.stream_of, f"sequence {sequence} is planned, but none is there")
+            expect(sequence in self.stream_of, "sequence {} is planned, but none is there", sequence)
             self.first_cached_len.setdefault(self.stream_of[sequence], cached_len)
         sampled = self.device.run(plan)
         self._results.append({s: (self.stream_of[s], t) for s, t in sampled.items()})
