@@ -92,12 +92,16 @@ def _run(template: Template, names: dict[str, Any]) -> str:
     except RequestError:
         raise
     except TemplateError as error:
-        raise RequestError(f"the chat template refuses these messages: {error.message}", param="messages") from None
+        raise RequestError(f"the chat template refuses these messages: {_one_line(error)}", param="messages") from None
     except Exception as error:  # a template can fail in as many ways as Python
         raise RequestError(
-            f"the chat template fails on these messages: {type(error).__name__}: {error}", param="messages"
+            f"the chat template fails on these messages: {type(error).__name__}: {_one_line(error)}", param="messages"
         ) from None
     return "".join(pieces)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
 
 
 def _plain_message(message: Mapping[str, Any], at: int) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import msgspec
 
 from octavo_core.errors import CheckpointError
 
-_MISSING: Final = object()
 _LARGEST: Final = 2**31 - 1
 
 
@@ -38,47 +37,40 @@ class Fields:
         return CheckpointError(f"{self.source}: '{key}' must be {wanted}, got {came if len(came) < 80 else came[:77] + '...'}")
 
     def _get(self, key: str, default: Any, wanted: str) -> Any:
-        value = self.values.get(key)
-        if value is not None:
-            return value
-        if default is _MISSING:
+        if default is None and not self.has(key):
             raise self.fail(key, wanted)
-        return default
+        return self.values[key] if self.has(key) else default
 
-    def integer(self, key: str, default: Any = _MISSING, *, least: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """A whole number from `least` to 2³¹−1."""
         wanted = f"an integer from {least} to {_LARGEST}"
         value = self._get(key, default, wanted)
-        if value is default:
-            return value
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
             raise self.fail(key, wanted)
         return value
 
     def number(
-        self, key: str, default: Any = _MISSING, *, above: float = 0.0, most: float = math.inf, closed: bool = False
+        self, key: str, default: float | None = None, *, above: float = 0.0, most: float = math.inf, closed: bool = False
     ) -> float:
         """A finite number above `above` (or equal to it where `closed`) and at most `most`."""
         wanted = f"a number {'of at least' if closed else 'above'} {above:g}" + (
             f" and at most {most:g}" if most < math.inf else ""
         )
         value = self._get(key, default, wanted)
-        if value is default:
-            return value
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             raise self.fail(key, wanted)
         if value > most or value < above or (value == above and not closed):
             raise self.fail(key, wanted)
         return float(value)
 
-    def boolean(self, key: str, default: Any = _MISSING) -> bool:
+    def boolean(self, key: str, default: bool | None = None) -> bool:
         """True or false."""
         value = self._get(key, default, "true or false")
         if not isinstance(value, bool):
             raise self.fail(key, "true or false")
         return value
 
-    def text(self, key: str, default: Any = _MISSING) -> str:
+    def text(self, key: str, default: str | None = None) -> str:
         """A string."""
         value = self._get(key, default, "a string")
         if not isinstance(value, str):

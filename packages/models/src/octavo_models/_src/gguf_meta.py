@@ -82,6 +82,21 @@ class _Cursor:
             return self.array(self.scalar("I"), self.scalar("Q"), depth)
         raise CheckpointError(f"{self.path}: unknown value type {kind} before byte {self.at}")
 
+    def texts(self, count: int) -> list[str]:
+        """An array of strings: `text` in one loop, for vocabularies have a hundred thousand."""
+        found, data, size, length = [], self.data, self.size, struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(count):
+                start = self.at + 8
+                end = start + length(data, self.at)[0] if start <= size else start
+                if end > size:
+                    self.need(end - self.at)
+                found.append(data[start:end].decode("utf-8"))
+                self.at = end
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{self.path}: a string at byte {self.at} is not UTF-8") from None
+        return found
+
     def array(self, kind: int, count: int, depth: int) -> list[Any]:
         if kind in _SCALARS:
             code = f"<{count}{_SCALARS[kind]}"
@@ -90,6 +105,8 @@ class _Cursor:
             self.at += struct.calcsize(code)
             return values
         self.need(count * 8)
+        if kind == _STRING:
+            return self.texts(count)
         return [self.value(kind, depth + 1) for _ in range(count)]
 
 
@@ -197,7 +214,7 @@ def model_config(header: GgufHeader) -> ModelConfig:
         num_layers=fields.integer("llama.block_count"),
         num_heads=heads,
         num_kv_heads=fields.integer("llama.attention.head_count_kv", heads),
-        head_dim=fields.integer("llama.attention.key_length", 0) or hidden // heads,
+        head_dim=fields.integer("llama.attention.key_length") if fields.has("llama.attention.key_length") else hidden // heads,
         rms_norm_eps=fields.number("llama.attention.layer_norm_rms_epsilon"),
         max_position_embeddings=fields.integer("llama.context_length"),
         tie_word_embeddings="output.weight" not in header.tensors,

@@ -66,12 +66,7 @@ def _vocabulary(fields: Fields, tokens: list[str]) -> dict[str, int]:
 
 def _byte_level(fields: Fields, tokens: list[str]) -> Backend:
     vocabulary = _vocabulary(fields, tokens)
-    merges = [tuple(m.split(" ", 1)) for m in _strings(fields, "tokenizer.ggml.merges")]
-    for pair in merges:
-        if len(pair) != 2 or pair[0] not in vocabulary or pair[1] not in vocabulary or "".join(pair) not in vocabulary:
-            raise CheckpointError(
-                f"{fields.source}: 'tokenizer.ggml.merges' holds '{' '.join(pair)}', whose parts or result are no tokens"
-            )
+    merges = [_merge(fields.source, rule, vocabulary) for rule in _strings(fields, "tokenizer.ggml.merges")]
     rule = fields.text("tokenizer.ggml.pre", "default")
     backend = Backend(models.BPE(vocabulary, merges, ignore_merges=rule in _LLAMA3))
     backend.pre_tokenizer = _words(fields.source, rule)
@@ -79,6 +74,13 @@ def _byte_level(fields: Fields, tokens: list[str]) -> Backend:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _merge(source: str, rule: str, vocabulary: Mapping[str, int]) -> tuple[str, str]:
+    left, _, right = rule.partition(" ")
+    if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+        raise CheckpointError(f"{source}: 'tokenizer.ggml.merges' holds '{rule}', whose parts or result are no tokens")
+    return left, right
 
 
 def _words(source: str, rule: str) -> pre_tokenizers.PreTokenizer:

@@ -42,7 +42,7 @@ def parse_model_config(values: Mapping[str, Any], *, source: str) -> ModelConfig
         num_layers=fields.integer("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=fields.integer("head_dim", 0) or hidden // heads,
+        head_dim=fields.integer("head_dim") if fields.has("head_dim") else hidden // heads,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_position_embeddings=fields.integer("max_position_embeddings", 2048),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
@@ -146,14 +146,18 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 
 
 def _sampling_defaults(fields: Fields) -> dict[str, float | int]:
-    found: dict[str, float | int | None] = {
-        "temperature": fields.number("temperature", None, closed=True),
-        "top_p": fields.number("top_p", None, most=1.0),
-        "top_k": fields.integer("top_k", None, least=-1),
-        "min_p": fields.number("min_p", None, most=1.0, closed=True),
-        "repetition_penalty": fields.number("repetition_penalty", None),
+    found: dict[str, float | int] = {}
+    ranges: dict[str, dict[str, Any]] = {
+        "temperature": {"closed": True},
+        "top_p": {"most": 1.0},
+        "min_p": {"most": 1.0, "closed": True},
     }
-    return {name: value for name, value in found.items() if value is not None}
+    for key in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        if fields.has(key):
+            found[key] = fields.number(key, **ranges.get(key, {}))
+    if fields.has("top_k"):
+        found["top_k"] = fields.integer("top_k", least=-1)
+    return found
 
 
 def check_token_ids(generation: GenerationConfig, vocab_size: int, *, source: str) -> None:

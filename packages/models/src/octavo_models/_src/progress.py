@@ -47,7 +47,7 @@ def progress(description: str, total: int, *, unit: str = "") -> Iterator[Advanc
 
 def download_bar() -> type[Any]:
     """The bar class for the hub client: its own on a terminal, a silent one elsewhere."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     if sys.stderr.isatty():
         return tqdm
@@ -56,6 +56,6 @@ def download_bar() -> type[Any]:
         """Counts without drawing."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "disable": True})
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
     return Silent

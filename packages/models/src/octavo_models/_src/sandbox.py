@@ -1,7 +1,7 @@
-"""A Jinja sandbox in which a template can neither hang nor fill the memory.
+"""A Jinja sandbox that bounds time and memory, as far as a model's own template can ask for them.
 
-On top of Jinja's own sandbox every loop turn and call counts against a budget, and text that would grow past a limit is refused
-before it is made. Knows nothing of chats.
+On top of Jinja's own sandbox every loop turn and call counts against a budget, and text or lists that would grow past a limit are
+refused before they are made. Knows nothing of chats.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_CHARS: Final = 16 * 2**20
-MAX_TURNS: Final = 500_000
+MAX_ITEMS: Final = 2**20
+MAX_TURNS = 100_000
 _WIDE: Final = re.compile(r"%[-+ #0]*(\d{5}|\*)|\.(\d{5}|\*)|:[^{}]*\d{5}")
 _turns_left: contextvars.ContextVar[list[int]] = contextvars.ContextVar("octavo_template_turns")
 
 
 @contextlib.contextmanager
-def budget(turns: int = MAX_TURNS) -> Iterator[None]:
-    """Allow this many loop turns and calls to what is rendered inside."""
-    token = _turns_left.set([turns])
+def budget() -> Iterator[None]:
+    """Allow what is rendered inside `MAX_TURNS` loop turns and calls."""
+    token = _turns_left.set([MAX_TURNS])
     try:
         yield
     finally:
@@ -53,8 +54,10 @@ def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _capped(value: Any) -> Any:
-    if isinstance(value, str | list | tuple) and len(value) > MAX_CHARS:
-        raise SecurityError(f"the template makes something longer than {MAX_CHARS}")
+    if isinstance(value, str) and len(value) > MAX_CHARS:
+        raise SecurityError(f"the template makes a text of more than {MAX_CHARS} characters")
+    if isinstance(value, list | tuple) and len(value) > MAX_ITEMS:
+        raise SecurityError(f"the template makes a list of more than {MAX_ITEMS} items")
     return value
 
 
@@ -80,8 +83,10 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         self.filters["_counted"] = _counted
         self.filters["_capped"] = _capped
         self.filters["tojson"] = _to_json
-        for name in ("center", "indent", "batch", "slice", "wordwrap", "truncate", "round", "format", "replace", "join"):
+        for name in ("center", "indent", "batch", "slice", "truncate", "round", "format", "replace", "join"):
             self.filters[name] = _guard(name, self.filters[name])
+        for name in ("wordwrap", "urlize", "xmlattr"):
+            del self.filters[name]
         del self.globals["lipsum"]
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -94,8 +99,15 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         _refuse_large(*args, *kwargs.values())
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str):
-            _refuse_string_method(owner, getattr(obj, "__name__", ""), args)
+            _refuse_string_method(owner, getattr(obj, "__name__", ""), (*args, *kwargs.values()))
         return _capped(super().call(context, obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """`str.format` with its widths bounded."""
+        owner = getattr(value, "__self__", None)
+        if isinstance(owner, str) and getattr(value, "__name__", "") in ("format", "format_map"):
+            _check_format(owner)
+        return super().wrap_str_format(value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Refuse arithmetic whose result would be enormous before it is computed."""
@@ -105,18 +117,28 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             _check_format(left)
         if operator == "*":
             for text, count in ((left, right), (right, left)):
-                if hasattr(text, "__len__") and isinstance(count, int) and len(text) * count > MAX_CHARS:
-                    raise SecurityError(f"the template makes something longer than {MAX_CHARS}")
+                most = MAX_CHARS if isinstance(text, str) else MAX_ITEMS
+                if hasattr(text, "__len__") and isinstance(count, int) and len(text) * count > most:
+                    raise SecurityError(f"the template makes something longer than {most}")
         return _capped(super().call_binop(context, operator, left, right))
 
 
 def _refuse_string_method(owner: str, method: str, args: tuple[Any, ...]) -> None:
+    """Refuse a method or filter of a string whose result would be enormous, before it is made."""
+    size = 0
     if method in ("format", "format_map"):
         _check_format(owner)
-    if method == "replace" and len(args) >= 2 and all(isinstance(a, str) for a in args[:2]):
-        hits = owner.count(args[0]) if args[0] else len(owner) + 1
-        if hits * len(args[1]) > MAX_CHARS:
-            raise SecurityError(f"the template makes a text of more than {MAX_CHARS} characters")
+    elif method == "translate":
+        raise SecurityError("str.translate is not allowed in a template")
+    elif method == "replace" and len(args) >= 2 and all(isinstance(a, str) for a in args[:2]):
+        size = (owner.count(args[0]) if args[0] else len(owner) + 1) * len(args[1])
+    elif method == "join" and args and hasattr(args[0], "__len__"):
+        size = len(owner) * len(args[0])
+    else:
+        places = 1 + owner.count("\n") + owner.count("\t")
+        size = places * max((abs(a) for a in args if isinstance(a, int)), default=0)
+    if size > MAX_CHARS:
+        raise SecurityError(f"the template makes a text of more than {MAX_CHARS} characters")
 
 
 def _guard(name: str, function: Any) -> Any:
@@ -124,10 +146,15 @@ def _guard(name: str, function: Any) -> Any:
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        _refuse_large(*args, *kwargs.values())
-        texts = [a for a in args if isinstance(a, str)]
-        if name in ("format", "replace") and texts:
-            _refuse_string_method(texts[0], name, tuple(texts[1:]))
+        given = [*args, *kwargs.values()]
+        _refuse_large(*given)
+        texts = [a for a in given if isinstance(a, str)]
+        if name == "join":
+            lists = [a for a in given if isinstance(a, list | tuple)]
+            _refuse_string_method(texts[-1] if texts else "", name, tuple(lists or texts[:1]))
+        elif texts:
+            at = given.index(texts[0])
+            _refuse_string_method(texts[0], name, tuple(given[at + 1 :]))
         return _capped(function(*args, **kwargs))
 
     return guarded
@@ -141,7 +168,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """As templates written for `transformers` expect: no HTML escaping, non-ASCII characters kept."""
-    _refuse_large(indent)
+    if indent is not None and not 0 <= indent <= 64:
+        raise SecurityError("tojson indents by 0 to 64 in a template")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -166,7 +194,7 @@ class _Bounds(NodeTransformer):
         return node
 
 
-def _filtered(inner: nodes.Expr | None, name: str, at: nodes.Node) -> nodes.Filter:
+def _filtered(inner: Any, name: str, at: nodes.Node) -> nodes.Filter:
     return nodes.Filter(inner, name, [], [], None, None, lineno=at.lineno)
 
 
