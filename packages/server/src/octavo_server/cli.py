@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from octavo_core.errors import OctavoError, nearest_name
 from octavo_server._src.version import VERSION
@@ -19,6 +19,7 @@ GROUP = "octavo.commands"
 _INTERRUPTED = 130
 
 
+@runtime_checkable
 class Command(Protocol):
     """What an entry point of `octavo.commands` resolves to."""
 

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from starlette.responses import Response
@@ -45,6 +45,7 @@ class Call:
         return cls(state.get("request_id") or uuid.uuid4().hex, state.get("tenant", ""), time.monotonic())
 
 
+@runtime_checkable
 class Format(Protocol):
     """How one endpoint writes its answers."""
 

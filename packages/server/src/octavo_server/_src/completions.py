@@ -42,8 +42,8 @@ class CompletionFormat:
         """One chunk choice, or none while the text is held back."""
         is_first = index not in self._opened
         choice = self.choice(index, delta)
-        silent = not choice["text"] and choice["logprobs"] is None and delta.finish_reason is None
-        if silent and not self._request.return_token_ids and not (is_first and self._echoes is not None):
+        news = choice["text"] or choice["logprobs"] is not None or delta.finish_reason is not None
+        if not news and "token_ids" not in choice and not (is_first and self._echoes is not None):
             return []
         choice.pop("prompt_logprobs", None)
         return [choice]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from octavo_core.errors import RequestError, nearest_name
 
@@ -33,7 +33,7 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_names(cls, data: Any, info: ValidationInfo) -> Any:
+    def _check_names(cls, data: Any, info: Any) -> Any:
         if not isinstance(data, dict):
             return data
         known = cls.model_fields.keys()

@@ -125,7 +125,7 @@ class Metrics:
         for reason in ("stop", "length", "abort", "error"):
             self._success.labels(model_name, reason)
 
-    def observe(self, name: str, value: float) -> None:
+    def observe(self, name: str, value: float | int) -> None:
         """One value of a histogram."""
         self._histograms[name].labels(self._model_name).observe(value)
 

@@ -34,11 +34,11 @@ async def completion_prompts(state: ServerState, served: Served, value: Any, *, 
         if isinstance(one, str):
             text = served.require_text()
             ids = await off_loop(state, text.encode, one, add_special_tokens=add_special_tokens)
-            prompts.append(Prompt(ids, one))
         else:
             check_length(len(one), None, served.card)
-            prompts.append(Prompt(one))
-        check_ids(prompts[-1].ids, served.card)
+            ids = one
+        check_ids(ids, served.card)
+        prompts.append(Prompt(ids, one if isinstance(one, str) else None))
     return prompts
 
 
@@ -66,7 +66,7 @@ def _render(served: Served, request: Conversation) -> tuple[str, list[int]]:
     return rendered, text.encode(rendered, add_special_tokens=request.add_special_tokens, param="messages")
 
 
-def _listed(value: Any) -> list[str | list[int]]:
+def _listed(value: Any) -> list[str | list[Any]]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:

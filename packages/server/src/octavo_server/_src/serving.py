@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import uvicorn
 
@@ -27,6 +27,7 @@ _KEEP_ALIVE_S = 75
 _LAST_WORDS_S = 2.0
 
 
+@runtime_checkable
 class StartedEngine(Protocol):
     """An engine as `serve` gets it from its `start`: implements `octavo_core.seams.Engine`, and besides knows these.
 
