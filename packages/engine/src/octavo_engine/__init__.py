@@ -1,3 +1,39 @@
-"""See README.md."""
+"""Octavo's engine: cache, scheduler, kernels and model composed into one step loop.
+
+`LLM` runs it in a script, `AsyncEngine` behind a server. Names are looked up on first use, so that importing
+`octavo_engine.config` imports no jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo_engine._src.async_engine import AsyncEngine
+    from octavo_engine._src.offline import LLM, Completion
+    from octavo_engine.config import EngineConfig
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "AsyncEngine": "octavo_engine._src.async_engine",
+    "Completion": "octavo_engine._src.offline",
+    "EngineConfig": "octavo_engine.config",
+    "LLM": "octavo_engine._src.offline",
+}
+
+__all__ = ["LLM", "AsyncEngine", "Completion", "EngineConfig"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'octavo_engine' has no attribute '{name}'")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

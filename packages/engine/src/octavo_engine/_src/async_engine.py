@@ -1,0 +1,174 @@
+"""`AsyncEngine`: the step loop in a thread of its own, asyncio on the other side. Implements `octavo_core.seams.Engine`.
+
+Who owns what: the loop thread alone touches the core. Callers put requests and aborts into `_inbox` and wake it; the thread hands
+each turn's outputs to the callers' event loops in one call per loop. If a turn raises, the engine is dead: every stream ends with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Final
+
+import msgspec
+
+from octavo_core.errors import EngineDeadError, RequestError
+from octavo_core.wire import EngineOutput, EngineRequest, EngineStats, FinishReason, ModelCard
+from octavo_engine._src.compose import Built, Table, build
+from octavo_engine.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+IDLE_S: Final = 0.5
+SWITCH_INTERVAL_S: Final = 0.001
+"""Seconds after which Python's threads hand over: the default of 5 ms would stand beside every step."""
+
+
+class _Stream:
+    """Where the outputs of one request wait for their reader; bounded by the request's own length."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.outputs: deque[EngineOutput] = deque()
+        self.news = asyncio.Event()
+
+
+class AsyncEngine:
+    """A running engine. Make one with `start`."""
+
+    def __init__(self, built: Built) -> None:
+        self._built = built
+        self.card: ModelCard = built.card
+        self._core = built.core
+        self._streams: dict[str, _Stream] = {}
+        self._inbox: deque[EngineRequest | str] = deque()
+        self._wake = threading.Event()
+        self._closing = False
+        self._error: str | None = None
+        self._last_turn_s = time.monotonic()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="octavo-engine-core", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, config: EngineConfig) -> AsyncEngine:
+        """Load, compile and start the step loop. Blocks until it is ready.
+
+        Raises:
+            ConfigError: For settings that cannot work.
+            CheckpointError: For a model that cannot be read.
+        """
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        return cls(build(config))
+
+    def startup_table(self) -> Table:
+        """What was chosen and why: (what, value, reason)."""
+        return self._built.table
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Outputs until the one with a finish reason; closing the iterator early aborts. See the seam."""
+        stream = self._submit(request)
+        finished = False
+        try:
+            while not finished:
+                await stream.news.wait()
+                stream.news.clear()
+                while stream.outputs:
+                    output = stream.outputs.popleft()
+                    finished = output.finish_reason is not None
+                    yield output
+        finally:
+            self._streams.pop(request.request_id, None)
+            if not finished:
+                self._post(request.request_id)
+
+    def _submit(self, request: EngineRequest) -> _Stream:
+        if self._error is not None:
+            raise EngineDeadError(self._error)
+        if request.request_id in self._streams:
+            raise RequestError(f"request id '{request.request_id}' is in use; ids of live requests are unique")
+        with self._lock:
+            queued = sum(isinstance(item, EngineRequest) for item in self._inbox)
+            self._core.check([request], also_waiting=queued)
+            stream = self._streams[request.request_id] = _Stream()
+            self._inbox.append(request)
+        self._wake.set()
+        return stream
+
+    def _post(self, request_id: str) -> None:
+        self._inbox.append(request_id)
+        self._wake.set()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream ends with `FinishReason.ABORT`."""
+        self._post(request_id)
+
+    def stats(self) -> EngineStats:
+        """A reading of the step loop."""
+        age = time.monotonic() - self._last_turn_s
+        is_ready = self._error is None and not self._closing
+        return msgspec.structs.replace(
+            self._core.stats(), is_ready=is_ready, error=self._error, last_step_age_s=age, recompiles=self._built.compiles.count
+        )
+
+    def close(self) -> None:
+        """Stop the step loop; streams that still run end with an error."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout=30)
+        self._built.close()
+
+    # The loop thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._last_turn_s = time.monotonic()
+                self._read_inbox()
+                self._deliver(self._core.turn())
+                if not self._core.has_work and not self._inbox:
+                    self._built.logs.flush()
+                    self._wake.wait(IDLE_S)
+                    self._wake.clear()
+            self._fail("the engine is shutting down")
+        except Exception as error:
+            logger.exception("the step loop ended")
+            self._error = f"the step loop ended: {type(error).__name__}: {error}"
+            self._fail(self._error)
+
+    def _read_inbox(self) -> None:
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, EngineRequest):
+                self._core.add(item)
+            else:
+                self._core.abort(item)
+
+    def _fail(self, reason: str) -> None:
+        waiting = [item for item in self._inbox if isinstance(item, EngineRequest)]
+        self._inbox.clear()
+        unheard = [EngineOutput(request_id=r.request_id, finish_reason=FinishReason.ERROR, error=reason) for r in waiting]
+        self._deliver(self._core.fail_all(reason) + unheard)
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, EngineOutput]]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                by_loop.setdefault(stream.loop, []).append((stream, output))
+        for loop, batch in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_hand_over, batch)
+            except RuntimeError:  # the caller's loop has closed: nobody is left to tell
+                logger.debug("%d outputs had no reader", len(batch))
+
+
+def _hand_over(batch: list[tuple[_Stream, EngineOutput]]) -> None:
+    for stream, output in batch:
+        stream.outputs.append(output)
+        stream.news.set()

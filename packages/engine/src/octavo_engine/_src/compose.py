@@ -1,0 +1,234 @@
+"""The one module that names concrete components: from a config to a compiled engine core.
+
+Touches disk, device memory and the compiler. Everything chosen here is told in the start-up table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+from flax import nnx
+
+from octavo_core.seams import Model
+from octavo_core.specs import CacheSpec, KVGroupSpec
+from octavo_core.wire import ModelCard
+from octavo_engine._src import sizing
+from octavo_engine._src.compiles import CompileCounter
+from octavo_engine._src.core import EngineCore
+from octavo_engine._src.device import DevicePrograms, DeviceState, tree_bytes
+from octavo_engine._src.logs import Logs
+from octavo_engine._src.planner import Planner
+from octavo_engine._src.runner import ModelRunner
+from octavo_engine._src.validate import MAX_BIAS, MAX_STOP
+from octavo_engine.config import EngineConfig
+from octavo_kernels import RowSampler, attention_backend
+from octavo_kvcache import BlockCache
+from octavo_models import load_model
+from octavo_models.checkpoints import Checkpoint, progress, resolve
+from octavo_scheduler import ChunkedScheduler, SchedulerConfig
+
+MAX_ARRIVALS = 8
+MAX_EOS = 16
+WAITING_SLOTS = 64
+CPU_STEP_S = 0.25
+
+Table = list[tuple[str, str, str]]
+
+
+@dataclasses.dataclass
+class Built:
+    """A compiled engine core and what is worth telling about it."""
+
+    core: EngineCore
+    card: ModelCard
+    checkpoint: Checkpoint
+    compiles: CompileCounter
+    table: Table
+    logs: Logs
+
+    def close(self) -> None:
+        """Stop listening for compilations, close the logs."""
+        self.compiles.close()
+        self.logs.close()
+
+
+def build(config: EngineConfig) -> Built:
+    """Load, size, compile.
+
+    Raises:
+        ConfigError: For settings that cannot work together.
+        CheckpointError: For a model that cannot be read.
+    """
+    started_s = time.monotonic()
+    table: Table = []
+    keep_compiled_programs(config.compilation_cache_dir)
+    logs = Logs(config.step_log, config.request_log)
+    checkpoint = resolve(config.model, revision=config.revision, download_dir=config.download_dir, offline=config.offline)
+    device = jax.devices()[0]
+    on_cpu = device.platform == "cpu"
+    table.append(("device", f"{device.device_kind} ({device.platform})", f"{len(jax.devices())} visible to JAX {jax.__version__}"))
+    dtype, why = _dtype(config, checkpoint)
+    table.append(("model", checkpoint.name, f"{checkpoint.config.architecture} from {checkpoint.path.name}"))
+    model: Any = load_model(checkpoint, dtype=dtype)
+    graphdef, params = nnx.split(model)
+    table.append(("dtype", dtype, why))
+    table.append(("weights", f"{tree_bytes(params) / 2**20:.0f} MiB", f"read in {time.monotonic() - started_s:.1f} s"))
+
+    groups, spec = _size_cache(config, checkpoint, model, dtype, on_cpu, table)
+    chosen = attention_backend(config.attention_backend, groups)
+    skipped = "; ".join(f"{p.name}: {p.reason}" for p in chosen.passed_over) or "first in order that can serve"
+    table.append(("attention", chosen.name, skipped))
+    card = _card(config, checkpoint, spec)
+    sampler = RowSampler(max_logprobs=card.max_logprobs, max_bias=MAX_BIAS, max_stop=MAX_STOP + MAX_EOS, max_arrivals=MAX_ARRIVALS)
+    state = DeviceState(
+        kv=tuple(chosen.backend.init_kv(g, n) for g, n in zip(groups, spec.num_blocks, strict=True)),
+        sampler=sampler.init(spec.max_sequences, card.vocab_size),
+        last_token=jnp.zeros(spec.max_sequences, jnp.int32),
+    )
+    programs = DevicePrograms(graphdef, groups, chosen.backend, sampler, card.max_logprobs)
+    runner, planner = _compile(config, programs, params, state, spec, sampler, on_cpu, table)
+    compiles = CompileCounter()
+    template = jax.tree.map(np.array, sampler.empty_arrivals(spec.max_len))
+    core = EngineCore(config, card, planner, runner, template, logs)
+    table.append(("start", f"{time.monotonic() - started_s:.1f} s", "from nothing to ready"))
+    compiles.arm()
+    return Built(core, card, checkpoint, compiles, table, logs)
+
+
+def compiled_programs_folder(folder: str | None) -> Path | None:
+    """Where compiled programs are kept: as asked for, or JAX's own setting, or the user's cache folder. None for 'off'."""
+    if folder == "off":
+        return None
+    if folder is None:
+        folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if folder is None:
+        folder = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "octavo" / "jax")
+    return Path(folder).expanduser()
+
+
+def keep_compiled_programs(folder: str | None) -> None:
+    """Point JAX's persistent compilation cache at a folder; 'off' leaves JAX as it is."""
+    path = compiled_programs_folder(folder)
+    if path is None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _dtype(config: EngineConfig, checkpoint: Checkpoint) -> tuple[str, str]:
+    if config.dtype != "auto":
+        return config.dtype, "--dtype"
+    wanted = checkpoint.config.dtype
+    return ("float32" if wanted == "float32" else "bfloat16"), f"the checkpoint is {wanted}"
+
+
+def _size_cache(
+    config: EngineConfig, checkpoint: Checkpoint, model: Model, dtype: str, on_cpu: bool, table: Table
+) -> tuple[tuple[KVGroupSpec, ...], CacheSpec]:
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    groups = model.kv_groups(block_size=config.block_size, dtype=kv_dtype)
+    each = sizing.block_bytes(groups)
+    blocks, why = sizing.num_blocks(config, each, free_bytes(), on_cpu=on_cpu)
+    own_len = checkpoint.config.max_position_embeddings
+    wanted = config.max_model_len or own_len
+    capacity = (blocks - 1) * config.block_size
+    max_len = min(wanted, capacity)
+    reason = "--max-model-len" if config.max_model_len else "the model's own"
+    table.append(
+        ("context", f"{max_len} tokens", reason if max_len == wanted else f"the KV pool holds no more; {reason} is {wanted}")
+    )
+    if wanted > own_len:
+        table.append(("context warning", f"{wanted} > {own_len}", "longer than the model was made for"))
+    seqs = config.max_num_seqs or (64 if on_cpu else 256)
+    table.append(("KV pool", f"{blocks} blocks of {config.block_size} tokens, {blocks * each / 2**20:.0f} MiB {kv_dtype}", why))
+    table.append(("sequences", str(seqs), "--max-num-seqs" if config.max_num_seqs else "default of this device"))
+    max_blocks = math.ceil(max_len / config.block_size)
+    return groups, CacheSpec((blocks,) * len(groups), config.block_size, seqs + min(seqs, WAITING_SLOTS), max_blocks)
+
+
+def free_bytes() -> int:
+    """Device memory not in use: of the first accelerator, or of the machine where the device is the CPU."""
+    stats = jax.devices()[0].memory_stats() if jax.devices()[0].platform != "cpu" else None
+    if stats:
+        return int(stats["bytes_limit"] - stats["bytes_in_use"])
+    return min(int(psutil.virtual_memory().available), _cgroup_free_bytes())
+
+
+def _cgroup_free_bytes() -> int:
+    """What the container this process runs in may still take (cgroup v2), or a huge number."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        return 2**62 if limit == "max" else max(int(limit) - used, 0)
+    except (OSError, ValueError):
+        return 2**62
+
+
+def _card(config: EngineConfig, checkpoint: Checkpoint, spec: CacheSpec) -> ModelCard:
+    capacity = min((n - 1) * spec.block_size for n in spec.num_blocks)
+    wanted = config.max_model_len or checkpoint.config.max_position_embeddings
+    vocab = checkpoint.config.vocab_size
+    honour = config.generation_config == "auto"
+    return ModelCard(
+        name=checkpoint.name,
+        root=str(checkpoint.path),
+        max_model_len=min(wanted, capacity, spec.max_len),
+        vocab_size=vocab,
+        eos_token_ids=checkpoint.generation.eos_token_ids[:MAX_EOS],
+        sampling_defaults=checkpoint.generation.sampling_defaults if honour else {},
+        max_logprobs=vocab if config.max_logprobs == -1 else min(config.max_logprobs, vocab),
+    )
+
+
+def _compile(
+    config: EngineConfig,
+    programs: DevicePrograms,
+    params: Any,
+    state: DeviceState,
+    spec: CacheSpec,
+    sampler: RowSampler,
+    on_cpu: bool,
+    table: Table,
+) -> tuple[ModelRunner, Planner]:
+    start_s = time.monotonic()
+    seqs = config.max_num_seqs or (64 if on_cpu else 256)
+    budget = config.max_num_batched_tokens or (512 if on_cpu else 2048)
+    why = "--max-num-batched-tokens" if config.max_num_batched_tokens else "default of this device"
+    shapes = sizing.buckets(budget, seqs)
+    runner = ModelRunner(programs, params, state, shapes, max_blocks=spec.max_blocks)
+    with progress("compiling", len(shapes) + 2, unit="programs") as advance:
+        runner.compile(sampler.empty_arrivals(spec.max_len), advance)
+        planner = _planner(config, spec, seqs, budget)
+        planner.compile()
+        advance(1)
+    table.append(("token budget", f"{budget} tokens", why))
+    table.append(
+        ("step shapes", ", ".join(f"{b.tokens}x{b.rows}" for b in shapes), f"compiled in {time.monotonic() - start_s:.1f} s")
+    )
+    return runner, planner
+
+
+def _planner(config: EngineConfig, spec: CacheSpec, max_num_seqs: int, budget: int) -> Planner:
+    cache = BlockCache(spec)
+    scheduler = ChunkedScheduler(
+        SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            token_budget=budget,
+            chunk_size=config.long_prefill_token_threshold,
+            max_arrivals=MAX_ARRIVALS,
+            policy=config.scheduling_policy,
+            watermark_blocks=max(1, spec.num_blocks[0] // 100),
+        ),
+        cache,
+    )
+    return Planner(scheduler, cache, max_arrivals=MAX_ARRIVALS)

@@ -1,0 +1,314 @@
+"""The step loop, one turn at a time: take in, plan, dispatch, collect. Single-threaded; whoever calls `turn` owns it.
+
+Who owns what: the queue and `Sequence` records belong to the host; a slot belongs to a sequence from its arrival until the plan
+that releases it; blocks belong to the cache's state; KV bytes to the runner. With overlap, step k+1 is planned and dispatched
+before step k's tokens are read, so what the host learns reaches the scheduler one or two steps late.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections import deque
+from typing import Any
+
+import jax
+import numpy as np
+
+from octavo_core.plan import StepPlan
+from octavo_core.records import StepRecord
+from octavo_core.wire import EngineOutput, EngineRequest, EngineStats, FinishReason, ModelCard
+from octavo_engine._src.collect import PromptScores, token_scores
+from octavo_engine._src.intake import Queue, fill_arrivals, fill_sampling
+from octavo_engine._src.logs import Logs
+from octavo_engine._src.planner import Planner
+from octavo_engine._src.runner import Dispatched, ModelRunner
+from octavo_engine._src.sequence import Sequence
+from octavo_engine._src.validate import check_request
+from octavo_engine.config import EngineConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class _InFlight:
+    """A dispatched step and whose rows are in it; rows of sequences that end meanwhile are dropped."""
+
+    step: int
+    dispatched: Dispatched
+    rows: list[Sequence | None]
+    scores: list[PromptScores]
+    plan_s: float
+    host_s: float
+    preempted: str | None
+
+
+class EngineCore:
+    """The engine without threads.
+
+    Args:
+        config: What was asked for.
+        card: What is served.
+        planner, runner: Compiled.
+        sampling_template: NumPy arrays in the shape of the sampler's arrivals.
+        logs: Where steps and finished sequences are written.
+    """
+
+    def __init__(
+        self, config: EngineConfig, card: ModelCard, planner: Planner, runner: ModelRunner, sampling_template: Any, logs: Logs
+    ) -> None:
+        self.config, self.card = config, card
+        self._planner, self._runner, self._logs = planner, runner, logs
+        self._sampling_template = sampling_template
+        self._queue = Queue(
+            by_priority=config.scheduling_policy == "priority",
+            max_requests=config.max_num_queued_reqs,
+            max_tokens=config.max_num_queued_tokens,
+        )
+        self._live: dict[str, Sequence] = {}
+        self._slots: list[Sequence | None] = [None] * planner.spec.max_sequences
+        self._free_slots = deque(range(planner.spec.max_sequences))
+        self._leaving: list[int] = []
+        self._result = planner.empty_result()
+        self._in_flight: deque[_InFlight] = deque()
+        self._waiting_in_plan = 0
+        self._order = 0
+        self._outbox: list[EngineOutput] = []
+        self._started_s = time.monotonic()
+        self._eos = frozenset(card.eos_token_ids)
+        self._count = dict.fromkeys(("steps", "prompt", "generated", "queries", "hits", "preemptions"), 0)
+        self._gauges = {"running": 0, "free": planner.spec.num_blocks[0] - 1, "evictable": 0}
+
+    # Requests ---------------------------------------------------------------------------------------------------------
+
+    def check(self, requests: list[EngineRequest], *, also_waiting: int = 0) -> None:
+        """Refuse requests that cannot be served, together: either all could be added or none. May be called from any thread.
+
+        Args:
+            requests: Newcomers.
+            also_waiting: Requests that passed and are not added yet.
+
+        Raises:
+            RequestError: A request is wrong.
+            OverloadedError: The queue has no room for all of them.
+        """
+        for request in requests:
+            check_request(request, self.card)
+        self._queue.check_room((len(r.prompt_ids) for r in requests), self._waiting_in_plan + also_waiting)
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request that `check` passed."""
+        sampling = request.sampling
+        most = self.card.max_model_len - len(request.prompt_ids)
+        sequence = Sequence(
+            request=request,
+            order=self._order,
+            limit_len=len(request.prompt_ids) + (most if sampling.max_tokens is None else min(sampling.max_tokens, most)),
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1),
+            eos_token_ids=self._eos,
+            arrival_s=request.arrival_s or time.monotonic(),
+        )
+        self._order += 1
+        self._live[request.request_id] = sequence
+        self._queue.push(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is; unknown ids are ignored."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._end(sequence, sequence.end(FinishReason.ABORT))
+
+    def fail_all(self, error: str) -> list[EngineOutput]:
+        """End every request because the engine cannot go on."""
+        for sequence in list(self._live.values()):
+            self._end(sequence, sequence.end(FinishReason.ERROR, error))
+        return self._drain()
+
+    @property
+    def has_work(self) -> bool:
+        """A turn would do something."""
+        return bool(self._live or self._in_flight or self._leaving or self._outbox)
+
+    # One turn ---------------------------------------------------------------------------------------------------------
+
+    def turn(self) -> list[EngineOutput]:
+        """Plan and dispatch one step, then collect the step before it (or, without overlap, this one)."""
+        if not self.has_work:
+            return []
+        start_s = time.monotonic()
+        self._take_in()
+        plan = self._plan()
+        plan_s = time.monotonic() - start_s
+        if int(plan.num_rows):
+            self._dispatch(plan, start_s, plan_s)
+        keep = 1 if self.config.async_scheduling and int(plan.num_rows) else 0
+        while len(self._in_flight) > keep:
+            self._collect()
+        return self._drain()
+
+    def _take_in(self) -> None:
+        """Give free slots to queued sequences, hand them to sampler and scheduler, let waiting ones in."""
+        newcomers: list[Sequence] = []
+        while self._free_slots and len(newcomers) < self._planner.max_arrivals:
+            sequence = self._queue.pop()
+            if sequence is None:
+                break
+            sequence.slot = self._free_slots.popleft()
+            self._slots[sequence.slot] = sequence
+            newcomers.append(sequence)
+        if newcomers:
+            self._runner.begin(fill_sampling(jax.tree.map(np.copy, self._sampling_template), newcomers))
+        if newcomers or self._waiting_in_plan:
+            use_prefix = self.config.enable_prefix_caching
+            self._planner.arrive(fill_arrivals(self._planner.empty_arrivals(), newcomers, use_prefix=use_prefix))
+
+    def _plan(self) -> StepPlan:
+        result, self._result = self._result, self._planner.empty_result()
+        leaving, self._leaving = self._leaving, []
+        plan = self._planner.step(result)
+        for slot in leaving:
+            self._slots[slot] = None
+            self._free_slots.append(slot)
+        self._waiting_in_plan = int(plan.num_waiting)
+        self._gauges["running"] = int(plan.num_running)
+        self._gauges["free"], self._gauges["evictable"] = int(plan.events.num_free[0]), int(plan.events.num_evictable[0])
+        return plan
+
+    def _dispatch(self, plan: StepPlan, start_s: float, plan_s: float) -> None:
+        num_rows = int(plan.num_rows)
+        rows = [self._slots[slot] for slot in plan.sequence[:num_rows].tolist()]
+        now_s = time.monotonic()
+        for i, sequence in enumerate(rows):
+            if sequence is not None and sequence.started_s is None:
+                sequence.started_s = now_s
+                self._note_first_step(sequence, int(plan.cached_len[i]))
+        preempted = self._note_preemption(int(plan.preempted))
+        dispatched = self._runner.dispatch(plan)
+        scores = self._score_prompts(dispatched, rows) if any(s is not None and s.wants_prompt_scores for s in rows) else []
+        host_s = time.monotonic() - start_s
+        self._in_flight.append(_InFlight(self._count["steps"], dispatched, rows, scores, plan_s, host_s, preempted))
+        self._count["steps"] += 1
+
+    def _note_first_step(self, sequence: Sequence, cached_len: int) -> None:
+        sequence.cached_len = cached_len
+        self._count["queries"] += sequence.prompt_len
+        self._count["hits"] += cached_len
+        self._count["prompt"] += sequence.prompt_len
+
+    def _note_preemption(self, slot: int) -> str | None:
+        sequence = self._slots[slot] if slot >= 0 else None
+        if sequence is None:
+            return None
+        sequence.preemptions += 1
+        self._count["preemptions"] += 1
+        return sequence.request.request_id
+
+    def _score_prompts(self, dispatched: Dispatched, rows: list[Sequence | None]) -> list[PromptScores]:
+        plan, out = dispatched.plan, []
+        for i, sequence in enumerate(rows):
+            if sequence is None or not sequence.wants_prompt_scores:
+                continue
+            first, last = int(plan.query_start[i]), int(plan.query_start[i + 1])
+            position = int(plan.positions[first])
+            begin = max(position, sequence.scored_len)
+            end = min(position + last - first, sequence.prompt_len - 1)
+            if begin < end:
+                at = list(range(first + begin - position, first + end - position))
+                targets = sequence.request.prompt_ids[begin + 1 : end + 1]
+                out.append(PromptScores(sequence, targets, self._runner.score(dispatched, at, targets)))
+                sequence.scored_len = end
+        return out
+
+    # Collecting -------------------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Read the oldest step in flight: extend its sequences, note who ended."""
+        flight = self._in_flight.popleft()
+        plan, sampled = flight.dispatched.plan, flight.dispatched.sampled
+        ids = flight.dispatched.wait().tolist()
+        now_s = time.monotonic()
+        for scores in flight.scores:
+            scores.collect()
+        sampling_rows = plan.sample_rows[: len(flight.rows)].tolist()
+        wanted = {
+            i: s.request.sampling.logprobs
+            for i, s in enumerate(flight.rows)
+            if s is not None and s.finish is None and s.request.sampling.logprobs is not None and sampling_rows[i] >= 0
+        }
+        scored = token_scores(sampled, wanted) if wanted else {}
+        for i, sequence in enumerate(flight.rows):
+            if sequence is None or sequence.finish is not None or sampling_rows[i] < 0:
+                continue
+            self._accept(sequence, ids[i], scored.get(i), now_s)
+        self._log_step(flight, now_s)
+
+    def _accept(self, sequence: Sequence, token: int, score: Any, now_s: float) -> None:
+        self._result.accepted[sequence.slot] = 1  # type: ignore[index]
+        self._result.token_ids[sequence.slot, 0] = token  # type: ignore[index]
+        self._count["generated"] += 1
+        output = sequence.accept(token, score, now_s)
+        if sequence.finish is None:
+            self._outbox.append(output)
+        else:
+            self._end(sequence, output)
+
+    def _end(self, sequence: Sequence, output: EngineOutput) -> None:
+        self._live.pop(sequence.request.request_id, None)
+        self._outbox.append(output)
+        if sequence.slot >= 0:
+            self._result.finished[sequence.slot] = True  # type: ignore[index]
+            self._leaving.append(sequence.slot)
+        else:
+            self._queue.discard(sequence)
+        self._logs.request(sequence, self._started_s, time.monotonic())
+
+    def _drain(self) -> list[EngineOutput]:
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    # Looking in -------------------------------------------------------------------------------------------------------
+
+    def _log_step(self, flight: _InFlight, ready_s: float) -> None:
+        if not self._logs.wants_steps:
+            return
+        plan, dispatched = flight.dispatched.plan, flight.dispatched
+        output_s = time.monotonic() - ready_s
+        num_rows, num_single = int(plan.num_rows), int(plan.num_single)
+        self._logs.step(
+            StepRecord(
+                step=flight.step,
+                time_s=dispatched.started_s - self._started_s,
+                num_decodes=num_single,
+                num_prefills=num_rows - num_single,
+                prefill_tokens=int(plan.num_tokens) - num_single,
+                context_tokens=int(plan.context_len[:num_rows].sum()),
+                bucket_tokens=dispatched.bucket.tokens,
+                bucket_rows=dispatched.bucket.rows,
+                device_s=ready_s - dispatched.started_s,
+                host_s=flight.host_s + output_s,
+                plan_s=flight.plan_s,
+                output_s=output_s,
+                num_running=int(plan.num_running),
+                num_waiting=int(plan.num_waiting) + len(self._queue),
+                num_free_blocks=int(plan.events.num_free[0]),
+                preempted=flight.preempted,
+            )
+        )
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters; the caller adds readiness."""
+        spec, count, gauges = self._planner.spec, self._count, self._gauges
+        usable = spec.num_blocks[0] - 1
+        return EngineStats(
+            num_running=gauges["running"] if self._live else 0,
+            num_waiting=self._waiting_in_plan + len(self._queue),
+            kv_usage=1.0 - (gauges["free"] + gauges["evictable"]) / usable,
+            num_free_blocks=gauges["free"],
+            num_blocks=spec.num_blocks[0],
+            block_size=spec.block_size,
+            steps=count["steps"],
+            prompt_tokens=count["prompt"],
+            generation_tokens=count["generated"],
+            prefix_queries_tokens=count["queries"],
+            prefix_hits_tokens=count["hits"],
+            preemptions=count["preemptions"],
+        )

@@ -1,0 +1,107 @@
+"""Sequences on their way into the scheduler: the bounded queue, and the arrays that describe those let in.
+
+Knows policy order and bounds; knows no device and no plan.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from octavo_core.errors import OverloadedError
+from octavo_core.plan import Arrivals, SamplingArrivals
+from octavo_engine._src.sequence import Sequence
+
+
+class Queue:
+    """Sequences that have no slot yet, in policy order.
+
+    Args:
+        by_priority: Order by priority, then arrival; otherwise by arrival.
+        max_requests: Most sequences that wait; 0: no bound.
+        max_tokens: Most prompt tokens that wait; 0: no bound.
+    """
+
+    def __init__(self, *, by_priority: bool, max_requests: int, max_tokens: int) -> None:
+        self._by_priority = by_priority
+        self._max_requests, self._max_tokens = max_requests, max_tokens
+        self._heap: list[tuple[int, int, Sequence]] = []
+        self._tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def check_room(self, prompt_lens: Iterable[int], also_waiting: int) -> None:
+        """Refuse newcomers beyond the bounds; `also_waiting` sequences wait elsewhere.
+
+        Raises:
+            OverloadedError: The queue is full.
+        """
+        lens = list(prompt_lens)
+        waiting, tokens = len(self._heap) + also_waiting, self._tokens
+        if self._max_requests and waiting + len(lens) > self._max_requests:
+            raise OverloadedError(f"{waiting} sequences are waiting, the queue holds {self._max_requests}; try again later")
+        if self._max_tokens and self._heap and tokens + sum(lens) > self._max_tokens:
+            raise OverloadedError(f"{tokens} prompt tokens are waiting, the queue holds {self._max_tokens}; try again later")
+
+    def push(self, sequence: Sequence) -> None:
+        """Add one."""
+        heapq.heappush(self._heap, (sequence.request.priority if self._by_priority else 0, sequence.order, sequence))
+        self._tokens += sequence.prompt_len
+
+    def pop(self) -> Sequence | None:
+        """The next one that has not ended meanwhile."""
+        while self._heap:
+            sequence = heapq.heappop(self._heap)[2]
+            self._tokens -= sequence.prompt_len
+            if sequence.finish is None:
+                return sequence
+        return None
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take one out, wherever it stands."""
+        kept = [entry for entry in self._heap if entry[2] is not sequence]
+        if len(kept) != len(self._heap):
+            self._heap = kept
+            heapq.heapify(self._heap)
+            self._tokens -= sequence.prompt_len
+
+
+def fill_arrivals(empty: Arrivals, sequences: list[Sequence], *, use_prefix: bool) -> Arrivals:
+    """Describe newcomers, which have their slots, to the scheduler. `empty` is filled and answered."""
+    for i, sequence in enumerate(sequences):
+        request = sequence.request
+        empty.sequence[i] = sequence.slot  # type: ignore[index]
+        empty.tokens[i, : sequence.prompt_len] = request.prompt_ids  # type: ignore[index]
+        empty.prompt_len[i] = sequence.prompt_len  # type: ignore[index]
+        empty.limit_len[i] = sequence.limit_len  # type: ignore[index]
+        empty.namespace[i] = np.frombuffer(request.namespace, np.uint32)  # type: ignore[index]
+        empty.priority[i] = np.clip(request.priority, -(2**31), 2**31 - 1)  # type: ignore[index]
+        empty.order[i] = sequence.order  # type: ignore[index]
+        empty.use_prefix[i] = use_prefix and not sequence.wants_prompt_scores  # type: ignore[index]
+    return empty
+
+
+def fill_sampling(empty: Any, sequences: list[Sequence]) -> SamplingArrivals:
+    """The same newcomers for the sampler. `empty` holds NumPy arrays; it is filled and answered."""
+    for i, sequence in enumerate(sequences):
+        sampling = sequence.request.sampling
+        empty.sequence[i] = sequence.slot
+        empty.tokens[i, : sequence.prompt_len] = sequence.request.prompt_ids
+        empty.prompt_len[i] = sequence.prompt_len
+        for name in ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            getattr(empty, name)[i] = getattr(sampling, name)
+        empty.seed[i] = (sequence.seed & 0xFFFFFFFF, sequence.seed >> 32 & 0xFFFFFFFF)
+        bias = sampling.logit_bias
+        empty.bias_ids[i], empty.bias_values[i] = -1, 0
+        empty.bias_ids[i, : len(bias)] = list(bias)
+        empty.bias_values[i, : len(bias)] = list(bias.values())
+        stops = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else sequence.eos_token_ids)})
+        empty.stop_ids[i] = -1
+        empty.stop_ids[i, : len(stops)] = stops
+        empty.min_len[i] = sequence.prompt_len + sampling.min_tokens
+        empty.num_logprobs[i] = -1 if sampling.logprobs is None else sampling.logprobs
+    return empty

@@ -1,0 +1,77 @@
+"""The step log and the request log: JSON lines, typed in `octavo_core.records`. Touches the disk."""
+
+from __future__ import annotations
+
+from typing import IO
+
+import msgspec
+
+from octavo_core.errors import ConfigError
+from octavo_core.records import RequestRecord, StepRecord
+from octavo_engine._src.sequence import Sequence
+
+
+class Logs:
+    """Appends records to the files that were asked for.
+
+    Args:
+        step_log, request_log: Paths, or None for no such log.
+
+    Raises:
+        ConfigError: When a file cannot be opened for writing.
+    """
+
+    def __init__(self, step_log: str | None, request_log: str | None) -> None:
+        self._encoder = msgspec.json.Encoder()
+        self._steps = _open("--step-log", step_log)
+        self._requests = _open("--request-log", request_log)
+
+    @property
+    def wants_steps(self) -> bool:
+        """Steps are logged."""
+        return self._steps is not None
+
+    def step(self, record: StepRecord) -> None:
+        """Append a step."""
+        if self._steps is not None:
+            self._steps.write(self._encoder.encode(record) + b"\n")
+
+    def request(self, sequence: Sequence, origin_s: float, now_s: float) -> None:
+        """Append a finished sequence; times count from `origin_s`."""
+        if self._requests is None:
+            return
+        began = sequence.arrival_s
+        record = RequestRecord(
+            request_id=sequence.request.request_id,
+            arrival_s=began - origin_s,
+            prompt_tokens=sequence.prompt_len,
+            cached_tokens=sequence.cached_len,
+            output_tokens=len(sequence.output),
+            queue_s=None if sequence.started_s is None else sequence.started_s - began,
+            ttft_s=None if sequence.first_token_s is None else sequence.first_token_s - began,
+            e2e_s=now_s - began,
+            preemptions=sequence.preemptions,
+            finish_reason=str(sequence.finish),
+        )
+        self._requests.write(self._encoder.encode(record) + b"\n")
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        for file in (self._steps, self._requests):
+            if file is not None:
+                file.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        for file in (self._steps, self._requests):
+            if file is not None:
+                file.close()
+
+
+def _open(flag: str, path: str | None) -> IO[bytes] | None:
+    if path is None:
+        return None
+    try:
+        return open(path, "ab")
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}") from None

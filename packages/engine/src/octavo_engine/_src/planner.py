@@ -1,0 +1,81 @@
+"""The scheduler and the cache under one jit, on the CPU, with both states donated.
+
+Knows when `arrive` has to run; knows nothing of requests or devices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from octavo_core.plan import Arrivals, StepPlan, StepResult
+from octavo_core.seams import PrefixCache, Scheduler
+from octavo_core.specs import CacheSpec
+
+_OPTIONS = {"xla_cpu_copy_insertion_use_region_analysis": True}
+
+
+class Planner:
+    """Plans steps.
+
+    Args:
+        scheduler: Built around `cache`.
+        cache: Whose state is carried here.
+        max_arrivals: Entries of an `Arrivals`.
+    """
+
+    def __init__(self, scheduler: Scheduler[Any, Any], cache: PrefixCache[Any], *, max_arrivals: int) -> None:
+        self.spec: CacheSpec = cache.spec
+        self.max_arrivals = max_arrivals
+        self._cpu = jax.devices("cpu")[0]
+        self._scheduler = scheduler
+        with jax.default_device(self._cpu):
+            self._state = jax.device_put((scheduler.init(), cache.init()), self._cpu)
+        self._step: Any = None
+        self._arrive: Any = None
+
+    def compile(self) -> None:
+        """Compile both programs."""
+        state, cache = self._state
+        step = jax.jit(self._scheduler.step, donate_argnums=(0, 1), compiler_options=_OPTIONS)
+        arrive = jax.jit(self._scheduler.arrive, donate_argnums=(0, 1), compiler_options=_OPTIONS)
+        with jax.default_device(self._cpu):
+            self._step = step.lower(state, cache, self.empty_result()).compile()
+            self._arrive = arrive.lower(state, cache, self.empty_arrivals()).compile()
+
+    def step(self, result: StepResult) -> StepPlan:
+        """The next plan, as NumPy arrays."""
+        state, cache, plan = self._step(*self._state, result)
+        self._state = (state, cache)
+        return jax.tree.map(np.asarray, plan)
+
+    def arrive(self, arrivals: Arrivals) -> None:
+        """Hand over new sequences (or none) and let waiting ones in."""
+        self._state = self._arrive(*self._state, arrivals)
+
+    @property
+    def state(self) -> tuple[Any, Any]:
+        """Scheduler's and cache's state, for audits. The next call takes them away."""
+        return self._state
+
+    def empty_result(self) -> StepResult:
+        """Nothing learnt."""
+        n = self.spec.max_sequences
+        return StepResult(np.zeros(n, np.int32), np.zeros((n, 1), np.int32), np.zeros(n, bool), np.zeros(n, bool))
+
+    def empty_arrivals(self) -> Arrivals:
+        """Nobody arrives."""
+        n = self.max_arrivals
+        zeros = np.zeros(n, np.int32)
+        return Arrivals(
+            sequence=zeros - 1,
+            tokens=np.zeros((n, self.spec.max_len), np.int32),
+            prompt_len=zeros.copy(),
+            limit_len=zeros.copy(),
+            namespace=np.zeros((n, 2), np.uint32),
+            priority=zeros.copy(),
+            order=zeros.copy(),
+            use_prefix=np.ones(n, bool),
+        )

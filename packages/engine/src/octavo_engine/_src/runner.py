@@ -1,0 +1,192 @@
+"""Owns the device: its state, the compiled programs, and the dispatch of one step after another.
+
+Touches device memory. Every program is compiled before the first request and called through its compiled object, so that a
+wrong shape is an error and never a compilation in service. Dispatch returns at once; `Dispatched` is read when its tokens are wanted.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from octavo_core.plan import Sampled, SamplingArrivals, StepPlan
+from octavo_engine._src.device import DevicePrograms, DeviceState, StepInput
+from octavo_engine._src.sizing import Bucket, pick
+
+SCORED_TOKENS: Final = 64
+"""Prompt tokens scored at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """A step on its way: what was asked, and arrays that will hold the answer."""
+
+    plan: StepPlan
+    bucket: Bucket
+    hidden: Any
+    sampled: Sampled
+    started_s: float
+
+    def wait(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Sampled ids of each row; blocks until they are there."""
+        return np.asarray(self.sampled.token_ids)
+
+
+class ModelRunner:
+    """Runs steps on the device.
+
+    Args:
+        programs: What to run.
+        params: Weights; shared by all programs, never donated.
+        state: Fresh device state.
+        shapes: Step shapes from small to large.
+        max_blocks: Width of a block table.
+        threads: Programs compiled at the same time.
+    """
+
+    def __init__(
+        self,
+        programs: DevicePrograms,
+        params: Any,
+        state: DeviceState,
+        shapes: tuple[Bucket, ...],
+        *,
+        max_blocks: int,
+        threads: int = 2,
+    ) -> None:
+        self._programs, self._params, self._state = programs, params, state
+        self._shapes, self._max_blocks, self._threads = shapes, max_blocks, threads
+        self._forward: dict[Bucket, Any] = {}
+        self._sample: dict[Bucket, Any] = {}
+        self._score: dict[Bucket, Any] = {}
+        self._begin: Any = None
+
+    @property
+    def shapes(self) -> tuple[Bucket, ...]:
+        """Step shapes from small to large."""
+        return self._shapes
+
+    def compile(self, arrivals: SamplingArrivals, advance: Callable[[int], None]) -> None:
+        """Compile every program, largest first, `threads` at a time; `advance` hears of each."""
+        jobs: list[Callable[[], None]] = [lambda: self._compile_begin(arrivals)]
+        for shape in sorted(self._shapes, key=lambda b: -b.tokens):
+            jobs[-1:-1] = [lambda s=shape: self._compile_bucket(s)]  # type: ignore[misc]
+        with concurrent.futures.ThreadPoolExecutor(self._threads) as pool:
+            for done in concurrent.futures.as_completed([pool.submit(job) for job in jobs]):
+                done.result()
+                advance(1)
+
+    def _compile_bucket(self, shape: Bucket) -> None:
+        step = self._abstract_input(shape)
+        state, programs = self._state, self._programs
+        forward = jax.jit(programs.forward, donate_argnums=1).lower(self._params, state.kv, state.last_token, step)
+        _, hidden = jax.eval_shape(programs.forward, self._params, state.kv, state.last_token, step)
+        self._forward[shape] = forward.compile()
+        sample = jax.jit(programs.sample, donate_argnums=(1, 2))
+        self._sample[shape] = sample.lower(self._params, state.sampler, state.last_token, hidden, step).compile()
+        targets = jax.ShapeDtypeStruct((SCORED_TOKENS,), jnp.int32)
+        self._score[shape] = jax.jit(programs.score).lower(self._params, hidden, targets, targets).compile()
+
+    def _compile_begin(self, arrivals: SamplingArrivals) -> None:
+        begin = jax.jit(self._programs.sampler.begin, donate_argnums=0)
+        self._begin = begin.lower(self._state.sampler, arrivals).compile()
+
+    def _abstract_input(self, shape: Bucket) -> StepInput:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._empty_input(shape))
+
+    def _empty_input(self, shape: Bucket) -> StepInput:
+        groups = len(self._programs.groups)
+        tokens, rows = np.zeros(shape.tokens, np.int32), np.zeros(shape.rows, np.int32)
+        return StepInput(
+            token_ids=tokens,
+            positions=tokens,
+            row=tokens + shape.rows,
+            query_start=np.zeros(shape.rows + 1, np.int32),
+            context_len=rows,
+            block_table=np.zeros((groups, shape.rows, self._max_blocks), np.int32),
+            slot_mapping=np.full((groups, shape.tokens), -1, np.int32),
+            sample_rows=rows - 1,
+            sequence=rows - 1,
+            num_single=np.int32(0),
+            num_rows=np.int32(0),
+        )
+
+    def time_step(self, shape: Bucket) -> float:
+        """Seconds of one step that computes nothing of use: a full prefill of row 0 into the reserved block. Needs the shape compiled."""
+        step = self._empty_input(shape)
+        ends = np.full(shape.rows + 1, shape.tokens, np.int32)
+        ends[0] = 0
+        step = step._replace(
+            row=np.zeros(shape.tokens, np.int32),
+            query_start=ends,
+            context_len=np.where(np.arange(shape.rows) == 0, shape.tokens, 0).astype(np.int32),
+            num_rows=np.int32(1),
+        )
+        best = float("inf")
+        for _ in range(3):
+            start = time.monotonic()
+            kv, hidden = self._forward[shape](self._params, self._state.kv, self._state.last_token, step)
+            self._state = self._state._replace(kv=kv)
+            hidden.block_until_ready()
+            best = min(best, time.monotonic() - start)
+        return best
+
+    def begin(self, arrivals: SamplingArrivals) -> None:
+        """Hand sampling parameters of new sequences to the device."""
+        self._state = self._state._replace(sampler=self._begin(self._state.sampler, arrivals))
+
+    def dispatch(self, plan: StepPlan) -> Dispatched:
+        """Start a step; answers before it has run."""
+        started_s = time.monotonic()
+        bucket = pick(self._shapes, int(plan.num_tokens), int(plan.num_rows))
+        step = _cut(plan, bucket)
+        state = self._state
+        kv, hidden = self._forward[bucket](self._params, state.kv, state.last_token, step)
+        sampler, last, sampled = self._sample[bucket](self._params, state.sampler, state.last_token, hidden, step)
+        self._state = DeviceState(kv, sampler, last)
+        return Dispatched(plan, bucket, hidden, sampled, started_s)
+
+    def score(self, dispatched: Dispatched, at: list[int], targets: list[int]) -> list[tuple[Any, Any, Any, Any]]:
+        """Start scoring prompt tokens of a step: arrays of `SCORED_TOKENS` entries, the last ones padding."""
+        answers = []
+        for i in range(0, len(at), SCORED_TOKENS):
+            padded = np.zeros((2, SCORED_TOKENS), np.int32)
+            part = slice(i, i + SCORED_TOKENS)
+            padded[0, : len(at[part])], padded[1, : len(at[part])] = at[part], targets[part]
+            answers.append(self._score[dispatched.bucket](self._params, dispatched.hidden, padded[0], padded[1]))
+        return answers
+
+
+def _cut(plan: StepPlan, bucket: Bucket) -> StepInput:
+    """The first `bucket.tokens` tokens and `bucket.rows` rows of a plan, padded where the bucket is larger than the plan."""
+    tokens, rows = bucket.tokens, bucket.rows
+    num_rows = len(plan.sequence)
+    row = np.where(plan.row >= num_rows, rows, plan.row).astype(np.int32)
+    return StepInput(
+        token_ids=_fit(plan.token_ids, tokens, 0),
+        positions=_fit(plan.positions, tokens, 0),
+        row=_fit(row, tokens, rows),
+        query_start=_fit(plan.query_start, rows + 1, int(plan.num_tokens)),
+        context_len=_fit(plan.context_len, rows, 0),
+        block_table=_fit(plan.block_table, rows, 0, axis=1),
+        slot_mapping=_fit(plan.slot_mapping, tokens, -1, axis=1),
+        sample_rows=_fit(plan.sample_rows, rows, -1),
+        sequence=_fit(plan.sequence, rows, -1),
+        num_single=np.asarray(plan.num_single, np.int32),
+        num_rows=np.asarray(plan.num_rows, np.int32),
+    )
+
+
+def _fit(x: Any, size: int, fill: int, axis: int = 0) -> Any:
+    x = np.asarray(x)
+    if x.shape[axis] >= size:
+        return x[(slice(None),) * axis + (slice(0, size),)]
+    widths = [(0, size - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
+    return np.pad(x, widths, constant_values=fill)

@@ -1,0 +1,85 @@
+"""How many KV blocks, which step shapes: arithmetic on sizes, each choice with its reason. Touches no device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+import numpy as np
+
+from octavo_core.errors import ConfigError
+from octavo_core.specs import KVGroupSpec
+from octavo_engine.config import EngineConfig
+
+MAX_BUCKETS: Final = 10
+CPU_POOL_BYTES: Final = 4 * 2**30
+ROW_LANES: Final = 8
+"""Fewer rows than this fall off the matrix units of a CPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """A compiled step shape: `tokens` flat tokens of at most `rows` rows."""
+
+    tokens: int
+    rows: int
+
+
+def block_bytes(groups: tuple[KVGroupSpec, ...]) -> int:
+    """Bytes of one block of every group: K and V of `block_size` tokens in all layers."""
+    return sum(2 * len(g.layers) * g.kv_heads * g.head_dim * g.block_size * _itemsize(g.dtype) for g in groups)
+
+
+def _itemsize(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+def num_blocks(config: EngineConfig, bytes_per_block: int, free_bytes: int, *, on_cpu: bool) -> tuple[int, str]:
+    """Blocks of the pool, the reserved one included, and why that many.
+
+    Args:
+        config: The operator's wishes.
+        bytes_per_block: What `block_bytes` answered.
+        free_bytes: Device memory that is free after the weights are loaded.
+        on_cpu: The device shares memory with everything else: take a quarter of the share, at most `CPU_POOL_BYTES`.
+
+    Raises:
+        ConfigError: When not even two blocks fit.
+    """
+    if config.num_gpu_blocks_override:
+        return config.num_gpu_blocks_override, "--num-gpu-blocks-override"
+    if config.kv_cache_memory_bytes:
+        size, why = config.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
+    else:
+        size, why = int(free_bytes * config.gpu_memory_utilization), f"{config.gpu_memory_utilization:g} of free memory"
+        if on_cpu:
+            size, why = min(size // 4, CPU_POOL_BYTES), f"a quarter of {why}, at most {CPU_POOL_BYTES >> 30} GiB"
+    blocks = size // bytes_per_block
+    if blocks < 2:
+        raise ConfigError(
+            f"a KV pool of {size} bytes ({why}) holds {blocks} blocks of {bytes_per_block} bytes; at least 2 are needed: "
+            "raise --kv-cache-memory-bytes or lower --block-size"
+        )
+    return blocks, why
+
+
+def buckets(token_budget: int, max_num_seqs: int) -> tuple[Bucket, ...]:
+    """Step shapes from small to large: fourfold steps up to the budget, plus one for a full batch of single tokens.
+
+    At most `MAX_BUCKETS`; each holds mixed batches, so a step takes the smallest that fits its tokens and rows.
+    """
+    sizes = {token_budget}
+    size = ROW_LANES
+    while size < token_budget:
+        sizes.add(size)
+        size *= 4
+    sizes.add(min(max_num_seqs, token_budget))
+    padded = sorted({-(-s // ROW_LANES) * ROW_LANES for s in sizes})
+    while len(padded) > MAX_BUCKETS:
+        padded.pop(1)
+    return tuple(Bucket(tokens, min(tokens, -(-max_num_seqs // ROW_LANES) * ROW_LANES)) for tokens in padded)
+
+
+def pick(shapes: tuple[Bucket, ...], num_tokens: int, num_rows: int) -> Bucket:
+    """The smallest shape that holds a step. The largest one holds every step the scheduler can plan."""
+    return next(b for b in shapes if b.tokens >= num_tokens and b.rows >= num_rows)

@@ -1,0 +1,102 @@
+"""What can be chosen about the engine, in vLLM's names. Imports no jax: a command line is built from it before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from octavo_core.config import option
+from octavo_core.errors import ConfigError
+
+MODEL: Final = "model"
+CACHE: Final = "KV cache"
+SCHEDULING: Final = "scheduling"
+BACKENDS: Final = "backends"
+LOGS: Final = "logs"
+BLOCK_SIZES: Final = (16, 32, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine is started with. Zero or None: chosen at start, and shown in the start-up table.
+
+    Raises:
+        ConfigError: For a value out of range, or a feature this version does not have; the message names the flag.
+    """
+
+    model: str | None = option(None, "Folder, .gguf file or hub id; without it SmolLM2-135M-Instruct", group=MODEL)
+    revision: str | None = option(None, "Branch, tag or commit of a hub repository", group=MODEL)
+    download_dir: str | None = option(None, "Where hub files are kept", group=MODEL)
+    offline: bool = option(False, "Never ask the hub, use what is on disk", group=MODEL)
+    dtype: str = option("auto", "Arithmetic of the model", group=MODEL, choices=("auto", "bfloat16", "float32"))
+    max_model_len: int = option(0, "Most tokens of prompt and answer; 0: what the model was made for", group=MODEL)
+    generation_config: str = option(
+        "auto", "Honour generation_config.json, or use neutral sampling defaults", group=MODEL, choices=("auto", "vllm", "neutral")
+    )
+    seed: int = option(0, "Seed of requests without one; 0: from the operating system", group=MODEL)
+    max_logprobs: int = option(20, "Most alternatives per token in logprobs; -1: the whole vocabulary", group=MODEL)
+
+    block_size: int = option(32, "Tokens in a KV block: 16, 32 or 64", group=CACHE)
+    gpu_memory_utilization: float = option(0.9, "Share of free device memory for weights and KV, 0..1", group=CACHE)
+    kv_cache_memory_bytes: int = option(0, "Bytes of the KV pool, such as 512M; overrides the share", group=CACHE)
+    num_gpu_blocks_override: int = option(0, "KV blocks, whatever the memory", group=CACHE)
+    kv_cache_dtype: str = option("auto", "Type of stored KV: auto (the model's), bfloat16, float32", group=CACHE)
+    enable_prefix_caching: bool = option(True, "Reuse KV of equal prefixes", group=CACHE)
+    cpu_offload_gb: float = option(0.0, "Not supported yet; must be 0", group=CACHE)
+
+    max_num_seqs: int = option(0, "Most sequences in a step", group=SCHEDULING)
+    max_num_batched_tokens: int = option(0, "Most new tokens in a step", group=SCHEDULING)
+    long_prefill_token_threshold: int = option(
+        0, "Most prompt tokens of one sequence in a step; 0: the budget", group=SCHEDULING, aliases=("--chunked-prefill-size",)
+    )
+    enable_chunked_prefill: bool = option(True, "Prompts are always computed in chunks", group=SCHEDULING)
+    scheduling_policy: str = option("fcfs", "Who goes first", group=SCHEDULING, choices=("fcfs", "priority"))
+    max_num_queued_reqs: int = option(1024, "Sequences that may wait before new ones get 503", group=SCHEDULING)
+    max_num_queued_tokens: int = option(0, "Prompt tokens that may wait before new ones get 503; 0: no bound", group=SCHEDULING)
+    async_scheduling: bool = option(True, "Plan the next step while one runs", group=SCHEDULING)
+
+    attention_backend: str = option("auto", "auto, xla, reference, or my.module:Class", group=BACKENDS)
+    tensor_parallel_size: int = option(1, "Not supported yet beyond 1", group=BACKENDS, aliases=("-tp",))
+    compilation_cache_dir: str | None = option(
+        None, "Where compiled programs are kept; 'off' keeps none; default: ~/.cache/octavo/jax", group=BACKENDS
+    )
+
+    step_log: str | None = option(None, "Append one JSON line per step to this file", group=LOGS, metavar="FILE")
+    request_log: str | None = option(None, "Append one JSON line per finished sequence to this file", group=LOGS, metavar="FILE")
+
+    def __post_init__(self) -> None:
+        self._refuse_what_is_missing()
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"--block-size is one of {', '.join(map(str, BLOCK_SIZES))}, got {self.block_size}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"--gpu-memory-utilization is above 0 and at most 1, got {self.gpu_memory_utilization}")
+        if self.max_logprobs < -1:
+            raise ConfigError(f"--max-logprobs is at least 0, or -1 for the whole vocabulary, got {self.max_logprobs}")
+        if self.num_gpu_blocks_override == 1:
+            raise ConfigError("--num-gpu-blocks-override is at least 2: one block is reserved")
+        for name in _COUNTS:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} is at least 0, got {getattr(self, name)}")
+
+    def _refuse_what_is_missing(self) -> None:
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(f"--tensor-parallel-size {self.tensor_parallel_size} is not supported yet; use 1")
+        if self.kv_cache_dtype not in ("auto", "bfloat16", "float32"):
+            raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype} is not supported yet; use auto, bfloat16 or float32")
+        if self.cpu_offload_gb:
+            raise ConfigError(f"--cpu-offload-gb {self.cpu_offload_gb:g} is not supported yet; leave it out")
+        if not self.enable_chunked_prefill:
+            raise ConfigError("--enable-chunked-prefill=false is not supported: prompts are always computed in chunks")
+
+
+_COUNTS: Final = (
+    "max_model_len",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "long_prefill_token_threshold",
+    "max_num_queued_reqs",
+    "max_num_queued_tokens",
+    "seed",
+)
