@@ -1,7 +1,7 @@
 """Throw-away Python environments outside the checkout, with packages as a user would install them.
 
-Knows uv and the registry's moods: a command is tried three times, then once from uv's cache alone. What cannot be had then is
-`RegistryUnreachable`, which callers report as a skip: an outage says nothing about the tree.
+Knows uv and the registry's moods: a command is tried three times, then from uv's cache alone, and so are all that follow. What
+cannot be had then is `RegistryUnreachable`, which callers report as a skip: an outage says nothing about the tree.
 """
 
 from __future__ import annotations
@@ -51,19 +51,17 @@ def uv(*args: str, **variables: str) -> str:
         RegistryUnreachable: Neither a registry nor the cache could serve it.
         CommandFailed: Anything else went wrong.
     """
-    environment = outside_variables(**variables)
-    for pause_s in (*PAUSES_S, None):
-        done = subprocess.run([UV, *args], cwd=ROOT, env=environment, capture_output=True, text=True)
+    for pause_s in (*PAUSES_S, 0.0):
+        done = subprocess.run([UV, *args], cwd=ROOT, env=outside_variables(**variables), capture_output=True, text=True)
         if done.returncode == 0:
             return done.stdout
         if not UNREACHABLE.search(done.stderr):
             raise CommandFailed(f"uv {' '.join(args)}\n{done.stderr.strip()}")
-        if pause_s is not None:
-            time.sleep(pause_s)
-    cached = subprocess.run([UV, *args, "--offline"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    if cached.returncode:
-        raise RegistryUnreachable(done.stderr.strip())
-    return cached.stdout
+        if os.environ.get("UV_OFFLINE"):
+            raise RegistryUnreachable(next(line.strip() for line in done.stderr.splitlines() if UNREACHABLE.search(line)))
+        time.sleep(pause_s)
+    os.environ["UV_OFFLINE"] = "1"
+    return uv(*args, **variables)
 
 
 def build_wheels(members: Iterable[Package], folder: Path) -> dict[str, Path]:
