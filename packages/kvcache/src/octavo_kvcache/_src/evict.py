@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -75,8 +76,8 @@ def smallest(keys: Int32[Array, " blocks"], count: Int32[Array, ""], size: int) 
 
     bounds = (jnp.min(keys), jnp.max(jnp.where(keys == NEVER, 0, keys)))
     threshold = lax.while_loop(lambda b: b[0] < b[1], halve, bounds)[0]
-    below, num_below = first_set(keys < threshold, size)
-    level, _ = first_set((keys == threshold) & (threshold != NEVER), size)
+    masks = jnp.stack([keys < threshold, (keys == threshold) & (threshold != NEVER)])
+    (below, level), (num_below, _) = jax.vmap(first_set, (0, None))(masks, size)
     j = jnp.arange(size, dtype=jnp.int32)
     chosen = jnp.where(j < num_below, below, level[jnp.clip(j - num_below, 0, size - 1)])
     return jnp.where(j < count, chosen, 0)

@@ -1,6 +1,6 @@
 """Prefix sums and selections written for XLA on CPU: few instructions, so that they compile and run fast at these sizes.
 
-XLA unrolls a generic scan into hundreds of slices; comparing all pairs of 32 or 64 is one fused loop.
+XLA unrolls a generic scan into hundreds of slices; comparing all pairs of some dozens is one fused loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WORD = 32
 def prefix_sum(x: Any) -> Any:
     """Inclusive sums along the last axis of int32 or uint32, wrapping."""
     n = x.shape[-1]
-    if n <= 2 * _WORD:
+    if n <= 4 * _WORD:
         return jnp.sum(jnp.where(np.tri(n, dtype=bool), x[..., None, :], 0), axis=-1, dtype=x.dtype)
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % _WORD)])
     within = prefix_sum(padded.reshape(*x.shape[:-1], -1, _WORD))
