@@ -9,7 +9,7 @@ import pytest
 from octavo_tools import rules
 from octavo_tools.check import Outcome, run_all
 from octavo_tools.environments import UNREACHABLE
-from octavo_tools.workspace import ROOT, packages
+from octavo_tools.workspace import ROOT, Package, packages
 
 
 def function(lines: int, docstring: str = "") -> str:
@@ -66,3 +66,44 @@ def test_an_unknown_check_is_refused_by_name() -> None:
 
 def test_every_package_of_the_workspace_is_known() -> None:
     assert {p.folder for p in packages()} == {Path(p.parent) for p in (ROOT / "packages").glob("*/pyproject.toml")}
+
+
+def package_in(root: Path, name: str, *, version: str, stated: str, requires: str = "") -> Package:
+    """A package as the workspace has them, with little in it."""
+    folder = root / "packages" / name
+    source = folder / "src" / f"octavo_{name}"
+    source.mkdir(parents=True)
+    (folder / "pyproject.toml").write_text(
+        f'[project]\nname = "octavo-{name}"\nversion = "{version}"\ndependencies = [{requires}]\n'
+    )
+    (folder / "CHANGELOG.md").write_text(f"## [{version}]\n")
+    (source / "__init__.py").write_text(f'__version__ = "{stated}"\n')
+    return Package(folder)
+
+
+@pytest.mark.parametrize(
+    ("stated", "requires", "finding"),
+    [
+        ("0.1.0", '"octavo-base>=0.1,<0.2"', None),
+        ("0.1.1", "", "wanted __version__ 0.1.0"),
+        ("0.1.0", '"octavo-base>=0.2"', "the workspace has 0.1.3"),
+        ("0.1.0", '"octavo-base==0.1.3"', "wanted a range"),
+        ("0.1.0", '"octavo-base"', "wanted a range"),
+        ("0.1.0", '"octavo-gone>=1"', "not in the workspace"),
+    ],
+)
+def test_versions_that_disagree_are_found(monkeypatch, tmp_path: Path, stated: str, requires: str, finding: str | None) -> None:
+    base = package_in(tmp_path, "base", version="0.1.3", stated="0.1.3")
+    other = package_in(tmp_path, "other", version="0.1.0", stated=stated, requires=requires)
+    monkeypatch.setattr(rules, "ROOT", tmp_path)
+    monkeypatch.setattr(rules, "packages", lambda: [base, other])
+    found = rules.wrong_versions()
+    assert [finding in line for line in found] == ([True] if finding else [])
+
+
+def test_a_package_without_its_files_is_found(monkeypatch, tmp_path: Path) -> None:
+    bare = package_in(tmp_path, "bare", version="0.1.0", stated="0.1.0")
+    monkeypatch.setattr(rules, "ROOT", tmp_path)
+    monkeypatch.setattr(rules, "packages", lambda: [bare])
+    missing = " ".join(rules.wrong_files())
+    assert all(name in missing for name in ("README.md", "py.typed", "has no test"))

@@ -42,11 +42,12 @@ def wrong_versions() -> list[str]:
 
 
 def _own_version(package: Package) -> Iterator[str]:
-    init = (package.source / "__init__.py").read_text()
-    stated = re.search(r'^__version__ = "([^"]+)"', init, re.MULTILINE)
-    if not stated or stated[1] != package.version:
-        found = stated[1] if stated else "none"
-        yield f"{_short(package.source)}/__init__.py: wanted __version__ {package.version} as in pyproject.toml, got {found}"
+    homes = [path for path in (package.source / "__init__.py", package.source / "_src" / "version.py") if path.is_file()]
+    stated = [
+        hit for path in homes for hit in re.findall(r'^(?:__version__|VERSION)\b.* = "([^"]+)"', path.read_text(), re.MULTILINE)
+    ]
+    if stated != [package.version]:
+        yield f"{_short(package.source)}/__init__.py: wanted __version__ {package.version} once, as in pyproject.toml, got {stated}"
     if f"[{package.version}]" not in (package.folder / "CHANGELOG.md").read_text():
         yield f"{_short(package.folder)}/CHANGELOG.md: no heading for [{package.version}]"
 
