@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import pathlib
+import sys
 from types import ModuleType
 from typing import NamedTuple
 
@@ -71,8 +72,6 @@ def oracle() -> ModuleType:
     """The module `oracle.py` beside this file."""
     spec = importlib.util.spec_from_file_location("octavo_scheduler_oracle", pathlib.Path(__file__).with_name("oracle.py"))
     module = importlib.util.module_from_spec(spec)
-    import sys
-
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
