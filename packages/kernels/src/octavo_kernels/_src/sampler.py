@@ -272,12 +272,14 @@ def _categorical(
     whole vocabulary, where making it would cost ten times the rest of the sampler (threefry on a CPU).
     """
 
-    def noise(seed: UInt32[Array, "2"], position: Int32[Array, ""]) -> tuple[jax.Array, jax.Array]:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        first, second = jax.random.split(key)
-        return jax.random.gumbel(first, distance.shape[1:2]), jax.random.gumbel(second, distance.shape[2:])
+    lanes, lane_size = distance.shape[1:]
 
-    lane_noise, id_noise = jax.vmap(noise)(seed, position)
+    def noise(seed: UInt32[Array, "2"], position: Int32[Array, ""]) -> Float32[Array, " noise"]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        return jax.random.gumbel(key, (lanes + lane_size,), jnp.float32)
+
+    both = jax.vmap(noise)(seed, position)
+    lane_noise, id_noise = both[:, :lanes], both[:, lanes:]
     log_mass = jnp.log(jnp.exp(-distance).sum(axis=-1))
     lane = jnp.argmax(log_mass + lane_noise, axis=-1).astype(jnp.int32)
     within = jnp.argmax(id_noise - vocab.lane_of(distance, lane), axis=-1).astype(jnp.int32)
