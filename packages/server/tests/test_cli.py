@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 
 from octavo_core.errors import ConfigError
+from octavo_core.wire import ModelCard
 from octavo_server import __version__, cli
 from octavo_server._src import chat_command, serve_command
 from octavo_server._src.config import ServerConfig
@@ -129,7 +130,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(served) -> None:
 @pytest.mark.parametrize("value", ["{{ messages[0].content }}!", "file"])
 def test_a_chat_template_is_given_as_text_or_file(checkpoint: Path, tmp_path: Path, value: str) -> None:
     class Engine:
-        tokenizer_root = str(checkpoint)
+        card = ModelCard(name="toy", root=str(checkpoint), max_model_len=64, vocab_size=512)
 
     if value == "file":
         path = tmp_path / "template.jinja"

@@ -49,7 +49,6 @@ class ToyEngine:
         fail_at: int | None = None,
     ) -> None:
         self.card = card
-        self.tokenizer_root = card.root
         self.error: str | None = None
         self._script, self._delay_s, self._fail_at = list(script), delay_s, fail_at
         self._max_running, self._max_waiting = max_running, max_waiting

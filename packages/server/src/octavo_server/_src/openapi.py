@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
@@ -43,6 +44,7 @@ _ERROR = {
 }
 
 
+@functools.cache
 def openapi_json(version: str, *, needs_key: bool) -> bytes:
     """An OpenAPI 3.1 document."""
     models = {model for _, bodies in _BODIES.values() for model in bodies}

@@ -69,7 +69,7 @@ def load_frontend(engine: Any, config: ServerConfig) -> tuple[Tokenizer | None, 
     """Tokenizer and template of a started engine's checkpoint, as the configuration wants them."""
     if config.skip_tokenizer_init:
         return None, None
-    tokenizer, template = load_text(engine.tokenizer_root)
+    tokenizer, template = load_text(engine.card.root)
     if not config.chat_template:
         return tokenizer, template
     source, name = _template_source(config.chat_template)
