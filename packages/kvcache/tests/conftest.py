@@ -25,7 +25,9 @@ class Driver:
 
     def __init__(self, spec: CacheSpec, **options: int) -> None:
         self.spec, self.object = spec, BlockCache(spec, **options)
-        self.jitted = {n: jax.jit(getattr(self.object, n), donate_argnums=0) for n in ("admit", "grow", "commit", "release")}
+        quick = {"xla_backend_optimization_level": 0}  # compiling takes longer than these tests run
+        names = ("admit", "grow", "commit", "release")
+        self.jitted = {n: jax.jit(getattr(self.object, n), donate_argnums=0, compiler_options=quick) for n in names}
         self.reset()
 
     def reset(self) -> None:
@@ -107,7 +109,9 @@ _DRIVERS: dict[Any, Driver] = {}
 def drive() -> Callable[..., Driver]:
     """A driver for given sizes, in the empty state; compiled once for each set of sizes."""
 
-    def make(num_blocks: tuple[int, ...], block_size: int = 2, sequences: int = 4, max_blocks: int = 6, **options: int) -> Driver:
+    def make(
+        num_blocks: tuple[int, ...] = (12, 14), block_size: int = 2, sequences: int = 4, max_blocks: int = 6, **options: int
+    ) -> Driver:
         key = (num_blocks, block_size, sequences, max_blocks, *options.items())
         if key not in _DRIVERS:
             _DRIVERS[key] = Driver(CacheSpec(num_blocks, block_size, sequences, max_blocks), **options)
