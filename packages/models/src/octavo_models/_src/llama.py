@@ -10,7 +10,7 @@ activation are float32 in every mode. In float32 mode everything is, so results 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,13 @@ else:
     # The seam's protocol cannot be checked at run time, a callable can.
     from collections.abc import Callable as LayerAttention
 
-Rotation = tuple[Float32[Array, "tokens 1 half"], Float32[Array, "tokens 1 half"]]
+
+class Stream(NamedTuple):
+    """What flows from layer to layer: the residual stream, and the rotation of each token, the same in every layer."""
+
+    residual: Float32[Array, "tokens hidden"]
+    cos: Float32[Array, "tokens 1 half"]
+    sin: Float32[Array, "tokens 1 half"]
 
 
 class Attention(nnx.Module):
@@ -39,22 +45,21 @@ class Attention(nnx.Module):
         out: `[hidden, q_heads · head_dim]`.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: jax.typing.DTypeLike) -> None:
-        self.layer = layer
+    def __init__(self, config: ModelConfig, *, dtype: jax.typing.DTypeLike) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         wide = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv = Linear(config.hidden_size, wide, bias=config.attention_bias, dtype=dtype)
         self.out = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, dtype=dtype)
 
     def __call__(
-        self, kv: Any, x: Float[Array, "tokens hidden"], turn: Rotation, attention: LayerAttention
+        self, kv: Any, x: Float[Array, "tokens hidden"], stream: Stream, attention: LayerAttention
     ) -> tuple[Any, Float32[Array, "tokens hidden"]]:
-        """`x` is normalised; the KV comes back changed."""
+        """`x` is the normalised residual; the KV comes back changed."""
         rotated = self.num_heads + self.num_kv_heads
         heads = self.qkv(x).reshape(x.shape[0], rotated + self.num_kv_heads, self.head_dim)
-        qk = rotate(heads[:, :rotated], *turn).astype(x.dtype)
+        qk = rotate(heads[:, :rotated], stream.cos, stream.sin).astype(x.dtype)
         v = heads[:, rotated:].astype(x.dtype)
-        kv, attended = attention(kv, self.layer, qk[:, : self.num_heads], qk[:, self.num_heads :], v)
+        kv, attended = attention(kv, qk[:, : self.num_heads], qk[:, self.num_heads :], v)
         return kv, self.out(attended.reshape(x.shape[0], self.num_heads * self.head_dim))
 
 
@@ -83,25 +88,23 @@ class Block(nnx.Module):
         attention_norm, mlp_norm: Before attention and before the MLP.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: jax.typing.DTypeLike) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jax.typing.DTypeLike) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.attention = Attention(config, layer, dtype=dtype)
+        self.attention = Attention(config, dtype=dtype)
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.mlp = GatedMLP(config, dtype=dtype)
 
-    def __call__(
-        self, kv: Any, residual: Float32[Array, "tokens hidden"], turn: Rotation, attention: LayerAttention
-    ) -> tuple[Any, Float32[Array, "tokens hidden"]]:
-        """Takes and returns the residual stream."""
-        kv, update = self.attention(kv, self.attention_norm(residual), turn, attention)
-        residual = residual + update
-        return kv, residual + self.mlp(self.mlp_norm(residual))
+    def __call__(self, kv: Any, stream: Stream, attention: LayerAttention) -> tuple[Any, Stream]:
+        """The layer's KV and the stream after it."""
+        kv, update = self.attention(kv, self.attention_norm(stream.residual), stream, attention)
+        residual = stream.residual + update
+        return kv, stream._replace(residual=residual + self.mlp(self.mlp_norm(residual)))
 
 
 class Llama(nnx.Module):
     """A Llama-family model; implements `octavo_core.seams.Model`.
 
-    Layers are unrolled: a scan would copy each layer's slice of the stacked weights in every step.
+    Every layer is a module of its own: a scan over stacked weights would copy each layer's slice in every step.
 
     Attributes:
         config: What it was built from.
@@ -122,7 +125,7 @@ class Llama(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim, rope_divisors)
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.blocks = nnx.List([Block(config, i, dtype=dtype) for i in range(config.num_layers)])
+        self.blocks = nnx.List([Block(config, dtype=dtype) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         tied = config.tie_word_embeddings
         self.head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
@@ -132,15 +135,18 @@ class Llama(nnx.Module):
         layers = tuple(range(self.config.num_layers))
         return (KVGroupSpec("full", layers, self.config.num_kv_heads, self.config.head_dim, dtype, block_size),)
 
-    def hidden(
-        self, kv: Any, token_ids: Int32[Array, " tokens"], positions: Int32[Array, " tokens"], attention: LayerAttention
-    ) -> tuple[Any, Float[Array, "tokens hidden"]]:
-        """Final hidden states after the last norm, in the model's dtype. On CPU give it at least 8 tokens (pad): fewer are slower."""
-        turn = rotation(positions, self.frequencies)
-        residual = self.embed(token_ids).astype(jnp.float32)
-        for block in self.blocks:
-            kv, residual = block(kv, residual, turn, attention)
-        return kv, self.norm(residual)
+    def begin(self, token_ids: Int32[Array, " tokens"], positions: Int32[Array, " tokens"]) -> Stream:
+        """The stream that enters the first layer. On CPU give it at least 8 tokens (pad): fewer are slower."""
+        cos, sin = rotation(positions, self.frequencies)
+        return Stream(self.embed(token_ids).astype(jnp.float32), cos, sin)
+
+    def layers(self) -> Sequence[Block]:
+        """The decoder layers."""
+        return list(self.blocks)
+
+    def hidden(self, stream: Stream) -> Float[Array, "tokens hidden"]:
+        """Final hidden states after the last norm, in the model's dtype."""
+        return self.norm(stream.residual)
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float32[Array, "rows vocab"]:
         """Scores of the next token."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+
 import jax.numpy as jnp
 from flax import nnx
 

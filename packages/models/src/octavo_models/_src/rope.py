@@ -31,7 +31,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, divisors: Sequence[floa
         UnsupportedModelError: For a scaling kind not known here.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    base = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    base: np.ndarray = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    scaled: np.ndarray
     if divisors is not None:
         scaled = base / np.asarray(divisors, np.float32)
     elif rope.kind == "default":
