@@ -7,7 +7,7 @@ smallest legal implementation of each.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8, UInt32
@@ -138,29 +138,40 @@ class AttentionBackend(Protocol[KV]):
 
 @runtime_checkable
 class LayerAttention(Protocol):
-    """How a model reaches its KV: writes K and V of a layer, attends, hands the KV on."""
+    """How a layer reaches its KV: writes K and V, attends, hands the KV on."""
 
     def __call__(
         self,
         kv: Any,
-        layer: int,
         q: Float[Array, "tokens q_heads head_dim"],
         k: Float[Array, "tokens kv_heads head_dim"],
         v: Float[Array, "tokens kv_heads head_dim"],
     ) -> tuple[Any, Float[Array, "tokens q_heads head_dim"]]:
-        """`layer` is the model's layer number; which group it belongs to is the caller's knowledge."""
+        """`kv` is the layer's own."""
+
+
+@runtime_checkable
+class Layer(Protocol):
+    """One layer of a model: a pure function of its weights. Layers of equal structure are compiled once."""
+
+    def __call__(self, kv: Any, stream: Any, attention: LayerAttention) -> tuple[Any, Any]:
+        """The layer's KV and the stream after it."""
 
 
 @runtime_checkable
 class Model(Protocol):
-    """Weights and the pure function they stand for."""
+    """Weights and the pure functions they stand for. A forward pass is `begin`, every layer in order, `hidden`, `logits`."""
 
     def kv_groups(self, *, block_size: int, dtype: str) -> tuple[KVGroupSpec, ...]:
         """The KV this model keeps."""
 
-    def hidden(
-        self, kv: Any, token_ids: Int32[Array, " tokens"], positions: Int32[Array, " tokens"], attention: LayerAttention
-    ) -> tuple[Any, Float[Array, "tokens hidden"]]:
+    def begin(self, token_ids: Int32[Array, " tokens"], positions: Int32[Array, " tokens"]) -> Any:
+        """The stream that enters the first layer: a pytree of arrays, of the same structure before and after every layer."""
+
+    def layers(self) -> Sequence[Layer]:
+        """The layers, as `flax.nnx` modules without mutable state."""
+
+    def hidden(self, stream: Any) -> Float[Array, "tokens hidden"]:
         """Final hidden states, after the last norm."""
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float32[Array, "rows vocab"]:

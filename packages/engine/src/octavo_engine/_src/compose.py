@@ -79,9 +79,8 @@ def build(config: EngineConfig) -> Built:
     dtype, why = _dtype(config, checkpoint)
     table.append(("model", checkpoint.name, f"{checkpoint.config.architecture} from {checkpoint.path.name}"))
     model: Any = load_model(checkpoint, dtype=dtype)
-    graphdef, params = nnx.split(model)
     table.append(("dtype", dtype, why))
-    table.append(("weights", f"{tree_bytes(params) / 2**20:.0f} MiB", f"read in {time.monotonic() - started_s:.1f} s"))
+    table.append(("weights", f"{tree_bytes(nnx.state(model)) / 2**20:.0f} MiB", f"read in {time.monotonic() - started_s:.1f} s"))
 
     groups, spec = _size_cache(config, checkpoint, model, dtype, on_cpu, table)
     chosen = attention_backend(config.attention_backend, groups)
@@ -89,13 +88,20 @@ def build(config: EngineConfig) -> Built:
     table.append(("attention", chosen.name, skipped))
     card = _card(config, checkpoint, spec)
     sampler = RowSampler(max_logprobs=card.max_logprobs, max_bias=MAX_BIAS, max_stop=MAX_STOP + MAX_EOS, max_arrivals=MAX_ARRIVALS)
+    programs = DevicePrograms.of(
+        model,
+        groups,
+        chosen.backend,
+        sampler,
+        max_logprobs=card.max_logprobs,
+        layers_per_segment=1 if on_cpu else len(model.layers()),
+    )
     state = DeviceState(
-        kv=tuple(chosen.backend.init_kv(g, n) for g, n in zip(groups, spec.num_blocks, strict=True)),
+        kv=programs.init_kv(spec.num_blocks),
         sampler=sampler.init(spec.max_sequences, card.vocab_size),
         last_token=jnp.zeros(spec.max_sequences, jnp.int32),
     )
-    programs = DevicePrograms(graphdef, groups, chosen.backend, sampler, card.max_logprobs)
-    runner, planner = _compile(config, programs, params, state, spec, sampler, on_cpu, table)
+    runner, planner = _compile(config, programs, state, spec, sampler, on_cpu, table)
     compiles = CompileCounter()
     template = jax.tree.map(np.array, sampler.empty_arrivals(spec.max_len))
     core = EngineCore(config, card, planner, runner, template, logs)
@@ -193,7 +199,6 @@ def _card(config: EngineConfig, checkpoint: Checkpoint, spec: CacheSpec) -> Mode
 def _compile(
     config: EngineConfig,
     programs: DevicePrograms,
-    params: Any,
     state: DeviceState,
     spec: CacheSpec,
     sampler: RowSampler,
@@ -205,8 +210,8 @@ def _compile(
     budget = config.max_num_batched_tokens or (512 if on_cpu else 2048)
     why = "--max-num-batched-tokens" if config.max_num_batched_tokens else "default of this device"
     shapes = sizing.buckets(budget, seqs)
-    runner = ModelRunner(programs, params, state, shapes, max_blocks=spec.max_blocks)
-    with progress("compiling", len(shapes) + 2, unit="programs") as advance:
+    runner = ModelRunner(programs, state, shapes, max_blocks=spec.max_blocks)
+    with progress("compiling", runner.num_programs + 1, unit="programs") as advance:
         runner.compile(sampler.empty_arrivals(spec.max_len), advance)
         planner = _planner(config, spec, seqs, budget)
         planner.compile()

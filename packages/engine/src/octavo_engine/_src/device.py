@@ -1,6 +1,10 @@
-"""The two programs a step runs on the device, as pure functions: `forward` and `sample`, and `score` for prompt scores.
+"""The programs a step runs on the device, as pure functions: `begin`, a segment of layers, `ends`, `sample`; and `score` for prompt scores.
 
 Knows how a plan's slices reach the model's attention. Knows no compilation, no host, no requests.
+
+Why segments: XLA compiles each layer of one program anew, half a second each on a CPU, while layers of equal structure could
+share one. A segment of one layer is compiled once and called for every layer; a segment of all layers is one program,
+which suits an accelerator, where calls cost more than they do here.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from octavo_core.plan import Sampled
-from octavo_core.seams import AttentionBackend, AttentionBatch, Sampler
+from octavo_core.seams import AttentionBackend, AttentionBatch, Model, Sampler
 from octavo_core.specs import KVGroupSpec
 from octavo_kernels import score_tokens
 
@@ -36,79 +40,132 @@ class StepInput(NamedTuple):
 
 
 class DeviceState(NamedTuple):
-    """What lives on the device between steps: KV of each group, the sampler's state, the last sampled id of each sequence."""
+    """What lives on the device between steps.
 
-    kv: tuple[Any, ...]
+    Attributes:
+        kv: Of each segment, of each of its layers.
+        sampler: The sampler's own.
+        last_token: Last sampled id of each sequence.
+    """
+
+    kv: tuple[tuple[Any, ...], ...]
     sampler: Any
     last_token: Int32[Array, " sequences"]
 
 
 @dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive layers that run as one program.
+
+    Attributes:
+        kind: Structure of each layer; segments of equal kind and shapes share a compiled program.
+        params: Weights of each layer.
+        groups: KV group of each layer.
+    """
+
+    kind: tuple[Any, ...]
+    params: tuple[Any, ...]
+    groups: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class DevicePrograms:
-    """The step's programs around one model, attention backend and sampler."""
+    """A step's programs around one model, attention backend and sampler. Make one with `of`.
+
+    Attributes:
+        graphdef, params: The model, split; `params` share memory with those of the segments.
+        segments: All layers in order.
+    """
 
     graphdef: Any
+    params: Any
+    segments: tuple[Segment, ...]
     groups: tuple[KVGroupSpec, ...]
     attention: AttentionBackend[Any]
     sampler: Sampler[Any]
     max_logprobs: int
 
-    def forward(
-        self, params: Any, kv: tuple[Any, ...], last_token: Int32[Array, " sequences"], step: StepInput
-    ) -> tuple[tuple[Any, ...], Float[Array, "tokens hidden"]]:
-        """Write the step's KV and answer the hidden state of every token. `kv` is meant to be donated."""
-        model = nnx.merge(self.graphdef, params)
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        groups: tuple[KVGroupSpec, ...],
+        attention: AttentionBackend[Any],
+        sampler: Sampler[Any],
+        *,
+        max_logprobs: int,
+        layers_per_segment: int,
+    ) -> DevicePrograms:
+        """Split a model into segments of `layers_per_segment` layers."""
+        home = {layer: g for g, spec in enumerate(groups) for layer in spec.layers}
+        parts = [(*nnx.split(layer), home[i]) for i, layer in enumerate(model.layers())]
+        chunks = [parts[i : i + layers_per_segment] for i in range(0, len(parts), layers_per_segment)]
+        segments = tuple(Segment(*(tuple(column) for column in zip(*chunk, strict=True))) for chunk in chunks)
+        return cls(*nnx.split(model), segments, groups, attention, sampler, max_logprobs)
+
+    def init_kv(self, num_blocks: tuple[int, ...]) -> tuple[tuple[Any, ...], ...]:
+        """Zeroed KV of every layer."""
+        alone = [dataclasses.replace(spec, layers=spec.layers[:1]) for spec in self.groups]
+        return tuple(tuple(self.attention.init_kv(alone[g], num_blocks[g]) for g in s.groups) for s in self.segments)
+
+    def begin(self, params: Any, last_token: Int32[Array, " sequences"], step: StepInput) -> tuple[Any, tuple[AttentionBatch, ...]]:
+        """The stream that enters the first layer, and what attention needs of each KV group."""
         rows = len(step.sequence)
         sequence = step.sequence[jnp.minimum(step.row, rows - 1)]
         fed_back = last_token[jnp.clip(sequence, 0)]
-        ids = jnp.where(step.token_ids >= 0, step.token_ids, jnp.maximum(fed_back, 0))
-        return model.hidden(kv, ids, step.positions, self._layer_attention(step))
+        ids = jnp.where(step.token_ids >= 0, step.token_ids, fed_back)
+        stream = nnx.merge(self.graphdef, params).begin(ids, step.positions)
+        batches = tuple(
+            AttentionBatch(step.positions, step.query_start, step.context_len, table, slots, step.num_single, step.num_rows)
+            for table, slots in zip(step.block_table, step.slot_mapping, strict=True)
+        )
+        return stream, batches
 
-    def _layer_attention(self, step: StepInput) -> Any:
-        home = {layer: (g, i) for g, spec in enumerate(self.groups) for i, layer in enumerate(spec.layers)}
-        batches = [self._batch(step, g) for g in range(len(self.groups))]
+    def run(
+        self, segment: Segment, params: tuple[Any, ...], kv: tuple[Any, ...], stream: Any, batches: tuple[AttentionBatch, ...]
+    ) -> tuple[tuple[Any, ...], Any]:
+        """The layers of a segment; `params` are its own or another's of the same kind. `kv` and `stream` are meant to be donated."""
+        out = []
+        for kind, weights, group, layer_kv in zip(segment.kind, params, segment.groups, kv, strict=True):
+            layer = nnx.merge(kind, weights)
+            layer_kv, stream = layer(layer_kv, stream, self._layer_attention(batches[group], group))
+            out.append(layer_kv)
+        return tuple(out), stream
 
-        def attend(kv: tuple[Any, ...], layer: int, q: Array, k: Array, v: Array) -> tuple[tuple[Any, ...], Array]:
-            g, i = home[layer]
-            written = self.attention.write(kv[g], i, k, v, batches[g].slot_mapping)
-            out = self.attention.attend(written, i, q, batches[g], scale=self.groups[g].head_dim ** -0.5)
-            return (*kv[:g], written, *kv[g + 1 :]), out
+    def _layer_attention(self, batch: AttentionBatch, group: int) -> Any:
+        scale = self.groups[group].head_dim ** -0.5
+
+        def attend(kv: Any, q: Array, k: Array, v: Array) -> tuple[Any, Array]:
+            kv = self.attention.write(kv, 0, k, v, batch.slot_mapping)
+            return kv, self.attention.attend(kv, 0, q, batch, scale=scale)
 
         return attend
 
-    def _batch(self, step: StepInput, group: int) -> AttentionBatch:
-        return AttentionBatch(
-            step.positions,
-            step.query_start,
-            step.context_len,
-            step.block_table[group],
-            step.slot_mapping[group],
-            step.num_single,
-            step.num_rows,
-        )
+    def ends(self, params: Any, stream: Any, step: StepInput) -> Float[Array, "rows hidden"]:
+        """Final hidden state of the token each row samples from; any token's where it does not sample."""
+        return nnx.merge(self.graphdef, params).hidden(stream)[jnp.maximum(step.sample_rows, 0)]
 
     def sample(
         self,
         params: Any,
         sampler: Any,
         last_token: Int32[Array, " sequences"],
-        hidden: Float[Array, "tokens hidden"],
-        step: StepInput,
+        hidden: Float[Array, "rows hidden"],
+        sequence: Int32[Array, " rows"],
+        position: Int32[Array, " rows"],
     ) -> tuple[Any, Int32[Array, " sequences"], Sampled]:
-        """Sample the rows that end here and remember their tokens. `sampler` and `last_token` are meant to be donated."""
-        model = nnx.merge(self.graphdef, params)
-        at = jnp.maximum(step.sample_rows, 0)
-        sequence = jnp.where(step.sample_rows >= 0, step.sequence, -1)
-        sampler, sampled = self.sampler.sample(sampler, model.logits(hidden[at]), sequence, step.positions[at] + 1)
+        """Sample rows and remember their tokens; `sequence` −1 pads. `sampler` and `last_token` are meant to be donated."""
+        logits = nnx.merge(self.graphdef, params).logits(hidden)
+        sampler, sampled = self.sampler.sample(sampler, logits, sequence, position)
         slot = jnp.where(sequence >= 0, sequence, len(last_token))
         return sampler, last_token.at[slot].set(sampled.token_ids, mode="drop"), sampled
 
     def score(
-        self, params: Any, hidden: Float[Array, "tokens hidden"], at: Int32[Array, " targets"], targets: Int32[Array, " targets"]
+        self, params: Any, stream: Any, at: Int32[Array, " targets"], targets: Int32[Array, " targets"]
     ) -> tuple[Array, Array, Array, Array]:
         """Log-probability, rank and alternatives of `targets` after the tokens at flat index `at`."""
         model = nnx.merge(self.graphdef, params)
-        return score_tokens(model.logits(hidden[at]), targets, self.max_logprobs)
+        return score_tokens(model.logits(model.hidden(stream)[at]), targets, self.max_logprobs)
 
 
 def tree_bytes(tree: Any) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -25,12 +26,22 @@ SCORED_TOKENS: Final = 64
 
 
 @dataclasses.dataclass(frozen=True)
+class _Programs:
+    """Compiled for one bucket."""
+
+    begin: Any
+    segments: list[Any]
+    ends: Any
+    score: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class Dispatched:
     """A step on its way: what was asked, and arrays that will hold the answer."""
 
     plan: StepPlan
     bucket: Bucket
-    hidden: Any
+    stream: Any
     sampled: Sampled
     started_s: float
 
@@ -44,7 +55,6 @@ class ModelRunner:
 
     Args:
         programs: What to run.
-        params: Weights; shared by all programs, never donated.
         state: Fresh device state.
         shapes: Step shapes from small to large.
         max_blocks: Width of a block table.
@@ -52,20 +62,12 @@ class ModelRunner:
     """
 
     def __init__(
-        self,
-        programs: DevicePrograms,
-        params: Any,
-        state: DeviceState,
-        shapes: tuple[Bucket, ...],
-        *,
-        max_blocks: int,
-        threads: int = 2,
+        self, programs: DevicePrograms, state: DeviceState, shapes: tuple[Bucket, ...], *, max_blocks: int, threads: int = 2
     ) -> None:
-        self._programs, self._params, self._state = programs, params, state
+        self._programs, self._params, self._state = programs, programs.params, state
         self._shapes, self._max_blocks, self._threads = shapes, max_blocks, threads
-        self._forward: dict[Bucket, Any] = {}
-        self._sample: dict[Bucket, Any] = {}
-        self._score: dict[Bucket, Any] = {}
+        self._compiled: dict[Bucket, _Programs] = {}
+        self._sample: dict[int, Any] = {}
         self._begin: Any = None
 
     @property
@@ -73,11 +75,18 @@ class ModelRunner:
         """Step shapes from small to large."""
         return self._shapes
 
+    @property
+    def num_programs(self) -> int:
+        """Programs `compile` reports, one by one."""
+        return len(self._shapes) + len({b.rows for b in self._shapes}) + 1
+
     def compile(self, arrivals: SamplingArrivals, advance: Callable[[int], None]) -> None:
-        """Compile every program, largest first, `threads` at a time; `advance` hears of each."""
-        jobs: list[Callable[[], None]] = [lambda: self._compile_begin(arrivals)]
-        for shape in sorted(self._shapes, key=lambda b: -b.tokens):
-            jobs[-1:-1] = [lambda s=shape: self._compile_bucket(s)]  # type: ignore[misc]
+        """Compile every program, `threads` at a time; `advance` hears of each."""
+        jobs: list[Callable[[], None]] = [
+            functools.partial(self._compile_sample, r) for r in sorted({b.rows for b in self._shapes})
+        ]
+        jobs += [functools.partial(self._compile_bucket, b) for b in reversed(self._shapes)]
+        jobs.append(functools.partial(self._compile_begin, arrivals))
         with concurrent.futures.ThreadPoolExecutor(self._threads) as pool:
             for done in concurrent.futures.as_completed([pool.submit(job) for job in jobs]):
                 done.result()
@@ -85,14 +94,38 @@ class ModelRunner:
 
     def _compile_bucket(self, shape: Bucket) -> None:
         step = self._abstract_input(shape)
-        state, programs = self._state, self._programs
-        forward = jax.jit(programs.forward, donate_argnums=1).lower(self._params, state.kv, state.last_token, step)
-        _, hidden = jax.eval_shape(programs.forward, self._params, state.kv, state.last_token, step)
-        self._forward[shape] = forward.compile()
-        sample = jax.jit(programs.sample, donate_argnums=(1, 2))
-        self._sample[shape] = sample.lower(self._params, state.sampler, state.last_token, hidden, step).compile()
+        state, programs, params = self._state, self._programs, self._params
+        stream, batches = jax.eval_shape(programs.begin, params, state.last_token, step)
         targets = jax.ShapeDtypeStruct((SCORED_TOKENS,), jnp.int32)
-        self._score[shape] = jax.jit(programs.score).lower(self._params, hidden, targets, targets).compile()
+        self._compiled[shape] = _Programs(
+            begin=jax.jit(programs.begin).lower(params, state.last_token, step).compile(),
+            segments=self._compile_segments(stream, batches),
+            ends=jax.jit(programs.ends).lower(params, stream, step).compile(),
+            score=jax.jit(programs.score).lower(params, stream, targets, targets).compile(),
+        )
+
+    def _compile_segments(self, stream: Any, batches: Any) -> list[Any]:
+        """A program for every segment; segments alike in structure and shapes share one."""
+        shared: dict[Any, Any] = {}
+        answer = []
+        for segment, kv in zip(self._programs.segments, self._state.kv, strict=True):
+            leaves, tree = jax.tree.flatten((segment.params, kv))
+            key = (segment.kind, segment.groups, tree, tuple((x.shape, x.dtype) for x in leaves))
+            if key not in shared:
+                run = jax.jit(functools.partial(self._programs.run, segment), donate_argnums=(1, 2))
+                shared[key] = run.lower(segment.params, kv, stream, batches).compile()
+            answer.append(shared[key])
+        return answer
+
+    def _compile_sample(self, rows: int) -> None:
+        shape = next(b for b in self._shapes if b.rows == rows)
+        programs, params, state = self._programs, self._params, self._state
+        step = self._abstract_input(shape)
+        stream, _ = jax.eval_shape(programs.begin, params, state.last_token, step)
+        hidden = jax.eval_shape(programs.ends, params, stream, step)
+        sample = jax.jit(programs.sample, donate_argnums=(1, 2))
+        ids = step.sequence
+        self._sample[rows] = sample.lower(params, state.sampler, state.last_token, hidden, ids, ids).compile()
 
     def _compile_begin(self, arrivals: SamplingArrivals) -> None:
         begin = jax.jit(self._programs.sampler.begin, donate_argnums=0)
@@ -132,11 +165,20 @@ class ModelRunner:
         best = float("inf")
         for _ in range(3):
             start = time.monotonic()
-            kv, hidden = self._forward[shape](self._params, self._state.kv, self._state.last_token, step)
-            self._state = self._state._replace(kv=kv)
-            hidden.block_until_ready()
+            jax.block_until_ready(self._run_layers(self._compiled[shape], step))
             best = min(best, time.monotonic() - start)
         return best
+
+    def _run_layers(self, compiled: _Programs, step: StepInput) -> Any:
+        """All layers of a step; the KV of the state is replaced."""
+        state = self._state
+        stream, batches = compiled.begin(self._params, state.last_token, step)
+        out = []
+        for segment, run, kv in zip(self._programs.segments, compiled.segments, state.kv, strict=True):
+            kv, stream = run(segment.params, kv, stream, batches)
+            out.append(kv)
+        self._state = state._replace(kv=tuple(out))
+        return stream
 
     def begin(self, arrivals: SamplingArrivals) -> None:
         """Hand sampling parameters of new sequences to the device."""
@@ -147,11 +189,17 @@ class ModelRunner:
         started_s = time.monotonic()
         bucket = pick(self._shapes, int(plan.num_tokens), int(plan.num_rows))
         step = _cut(plan, bucket)
+        compiled = self._compiled[bucket]
+        stream = self._run_layers(compiled, step)
         state = self._state
-        kv, hidden = self._forward[bucket](self._params, state.kv, state.last_token, step)
-        sampler, last, sampled = self._sample[bucket](self._params, state.sampler, state.last_token, hidden, step)
-        self._state = DeviceState(kv, sampler, last)
-        return Dispatched(plan, bucket, hidden, sampled, started_s)
+        samples = step.sample_rows >= 0
+        sequence = np.where(samples, step.sequence, -1).astype(np.int32)
+        position = step.positions[np.maximum(step.sample_rows, 0)] + np.int32(1)
+        hidden = compiled.ends(self._params, stream, step)
+        sample = self._sample[bucket.rows]
+        sampler, last, sampled = sample(self._params, state.sampler, state.last_token, hidden, sequence, position)
+        self._state = DeviceState(state.kv, sampler, last)
+        return Dispatched(plan, bucket, stream, sampled, started_s)
 
     def score(self, dispatched: Dispatched, at: list[int], targets: list[int]) -> list[tuple[Any, Any, Any, Any]]:
         """Start scoring prompt tokens of a step: arrays of `SCORED_TOKENS` entries, the last ones padding."""
@@ -160,7 +208,7 @@ class ModelRunner:
             padded = np.zeros((2, SCORED_TOKENS), np.int32)
             part = slice(i, i + SCORED_TOKENS)
             padded[0, : len(at[part])], padded[1, : len(at[part])] = at[part], targets[part]
-            answers.append(self._score[dispatched.bucket](self._params, dispatched.hidden, padded[0], padded[1]))
+            answers.append(self._compiled[dispatched.bucket].score(self._params, dispatched.stream, padded[0], padded[1]))
         return answers
 
 

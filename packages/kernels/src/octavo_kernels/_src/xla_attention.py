@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt8
+
 from octavo_core.seams import AttentionBatch
 from octavo_core.specs import KVGroupSpec
 
@@ -249,5 +250,3 @@ def _query_tiles(
     row = jnp.minimum(row, rows - 1)
     begin = ends[row] - (lengths[row] + tile_q - 1) // tile_q
     return row, (item - begin).astype(jnp.int32), ends[-1].astype(jnp.int32)
-
-
