@@ -12,6 +12,7 @@ from flax import nnx
 
 from octavo_core.errors import UnsupportedModelError
 from octavo_models import Llama, ModelConfig, RopeConfig
+from octavo_models._src.layers import dot_out_in, dot_out_in_split
 from octavo_models._src.rope import inverse_frequencies, rotate, rotation
 
 CONFIG = ModelConfig("LlamaForCausalLM", 40, 32, 64, 3, 4, 2, 8)
@@ -44,7 +45,7 @@ def run(model, token_ids):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_hidden_keeps_the_models_dtype_and_logits_are_float32(dtype):
     kv, hidden, logits = run(filled(CONFIG, dtype), [1, 2, 3])
-    assert kv == (jnp.dtype(dtype),) * 3
+    assert kv == (jnp.float32, jnp.dtype(dtype), jnp.dtype(dtype))
     assert (hidden.dtype, hidden.shape) == (jnp.dtype(dtype), (3, 32))
     assert (logits.dtype, logits.shape) == (jnp.float32, (3, 40))
 
@@ -110,6 +111,14 @@ def test_layers_have_one_structure_so_that_one_compiled_program_serves_all():
     for layer in model.layers():
         _, stream = step(*nnx.split(layer), None, stream)
     assert traces == 1
+
+
+def test_a_split_dot_does_not_round_its_input():
+    x = jax.random.normal(jax.random.key(2), (5, 64))
+    weight = jax.random.normal(jax.random.key(3), (32, 64)).astype(jnp.bfloat16)
+    exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    split, plain = (np.abs(np.asarray(jax.jit(dot)(x, weight)) - exact).max() for dot in (dot_out_in_split, dot_out_in))
+    assert split < 2e-3 < plain
 
 
 def test_rotation_keeps_length_and_depends_on_distance_only():

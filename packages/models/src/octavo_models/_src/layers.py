@@ -22,22 +22,38 @@ def dot_out_in(x: Float[Array, "tokens inner"], weight: Float[Array, "outer inne
     return lax.dot_general(x.astype(weight.dtype), weight, contract, precision=exact, preferred_element_type=jnp.float32)
 
 
+def dot_out_in_split(x: Float[Array, "tokens inner"], weight: Float[Array, "outer inner"]) -> Float32[Array, "tokens outer"]:
+    """`dot_out_in` without rounding `x` to a bfloat16 weight's dtype: what rounding would lose goes in as extra rows of the same dot.
+
+    Cost: twice the rows. At few rows that is hidden by reading the weight.
+    """
+    if weight.dtype != jnp.bfloat16:
+        return dot_out_in(x, weight)
+    wide = x.astype(jnp.float32)
+    # Not a cast to bfloat16 and back: XLA may drop such a pair, and with it the difference.
+    high = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
+    both = dot_out_in(jnp.concatenate([high, wide - high]), weight)
+    return both[: x.shape[0]] + both[x.shape[0] :]
+
+
 class Linear(nnx.Module):
     """`y = W x + b`, W stored `[out, in]`.
 
     Attributes:
         weight: `[out, in]`, in the model's dtype.
         bias: `[out]`, or None.
+        split: Use `dot_out_in_split`.
     """
 
-    def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: jax.typing.DTypeLike) -> None:
+    def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: jax.typing.DTypeLike, split: bool = False) -> None:
         """Zeros of the right shape; a loader or a test fills them."""
+        self.split = split
         self.weight = nnx.Param(jnp.zeros((num_out, num_in), dtype))
         self.bias = nnx.Param(jnp.zeros((num_out,), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "tokens inner"]) -> Float32[Array, "tokens outer"]:
-        """Rounds `x` to the weight's dtype first."""
-        y = dot_out_in(x, self.weight[...])
+        """Rounds `x` to the weight's dtype first, unless it is split."""
+        y = (dot_out_in_split if self.split else dot_out_in)(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
 
@@ -53,12 +69,11 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.scale = nnx.Param(jnp.ones((size,), dtype))
 
-    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        """The result has the scale's dtype."""
+    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float32[Array, "tokens hidden"]:
+        """The result is not rounded."""
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        scaled = wide * lax.rsqrt(mean_square + self.eps) * self.scale[...].astype(jnp.float32)
-        return scaled.astype(self.scale.dtype)
+        return wide * lax.rsqrt(mean_square + self.eps) * self.scale[...].astype(jnp.float32)
 
 
 class Embedding(nnx.Module):

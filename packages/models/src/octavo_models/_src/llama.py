@@ -3,8 +3,10 @@
 Knows the arithmetic of the family and the shape of its weights. Does not know where KV lives, how tokens are batched or which
 attention runs: all of that is behind the callable it is given. Tokens lie on one flat axis; there is no batch axis.
 
-Arithmetic: dots take operands of the model's dtype and accumulate in float32; the residual stream, norms, RoPE and the
-activation are float32 in every mode. In float32 mode everything is, so results equal a float32 reference up to summation order.
+Arithmetic: weights, K and V have the model's dtype. Dots accumulate in float32; the residual stream, norms, Q, RoPE and the activation
+are float32 in every mode. In float32 mode everything is, so results equal a float32 reference up to summation order. In bfloat16
+the inputs of the MLP's dots and of the head are rounded; those of the attention projections are not (see `dot_out_in_split`): a
+quarter of the weights, half of the rounding noise in the logits.
 """
 
 from __future__ import annotations
@@ -48,18 +50,20 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: jax.typing.DTypeLike) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         wide = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv = Linear(config.hidden_size, wide, bias=config.attention_bias, dtype=dtype)
-        self.out = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, dtype=dtype)
+        options: dict[str, Any] = {"bias": config.attention_bias, "dtype": dtype, "split": True}
+        self.dtype = jnp.dtype(dtype)
+        self.qkv = Linear(config.hidden_size, wide, **options)
+        self.out = Linear(config.num_heads * config.head_dim, config.hidden_size, **options)
 
     def __call__(
-        self, kv: Any, x: Float[Array, "tokens hidden"], stream: Stream, attention: LayerAttention
+        self, kv: Any, x: Float32[Array, "tokens hidden"], stream: Stream, attention: LayerAttention
     ) -> tuple[Any, Float32[Array, "tokens hidden"]]:
         """`x` is the normalised residual; the KV comes back changed."""
         rotated = self.num_heads + self.num_kv_heads
         heads = self.qkv(x).reshape(x.shape[0], rotated + self.num_kv_heads, self.head_dim)
-        qk = rotate(heads[:, :rotated], stream.cos, stream.sin).astype(x.dtype)
-        v = heads[:, rotated:].astype(x.dtype)
-        kv, attended = attention(kv, qk[:, : self.num_heads], qk[:, self.num_heads :], v)
+        qk = rotate(heads[:, :rotated], stream.cos, stream.sin)
+        k, v = qk[:, self.num_heads :].astype(self.dtype), heads[:, rotated:].astype(self.dtype)
+        kv, attended = attention(kv, qk[:, : self.num_heads], k, v)
         return kv, self.out(attended.reshape(x.shape[0], self.num_heads * self.head_dim))
 
 
@@ -75,10 +79,10 @@ class GatedMLP(nnx.Module):
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias, dtype=dtype)
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float32[Array, "tokens hidden"]:
+    def __call__(self, x: Float32[Array, "tokens hidden"]) -> Float32[Array, "tokens hidden"]:
         """`x` is normalised."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
+        return self.down(jax.nn.silu(gate) * up)
 
 
 class Block(nnx.Module):
@@ -146,7 +150,7 @@ class Llama(nnx.Module):
 
     def hidden(self, stream: Stream) -> Float[Array, "tokens hidden"]:
         """Final hidden states after the last norm, in the model's dtype."""
-        return self.norm(stream.residual)
+        return self.norm(stream.residual).astype(self.dtype)
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float32[Array, "rows vocab"]:
         """Scores of the next token."""
