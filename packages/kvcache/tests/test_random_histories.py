@@ -141,6 +141,30 @@ def machine_for(driver, exact: bool) -> type[RuleBasedStateMachine]:
                 self.sequences[s].held += lack
             self.check()
 
+        @rule(index=st.integers(0, 3), tokens=st.lists(st.integers(0, 1), min_size=5, max_size=12), leave=st.booleans())
+        def live(self, index: int, tokens: list[int], leave: bool) -> None:
+            """A whole life, so that histories fill the pool and reach deep prefixes."""
+            if index in self.sequences:
+                self.release([s == index for s in range(4)])
+            blocks = len(tokens) // 2
+            self.admit(index, 0, tokens, blocks, 0)
+            if index in self.sequences:
+                self.grow([blocks if s == index else 0 for s in range(4)], [0, 1, 2, 3])
+                for _ in range(2):
+                    self.commit([s == index for s in range(4)])
+                if leave:
+                    self.release([s == index for s in range(4)])
+
+        @rule(tokens=st.lists(st.integers(0, 2), min_size=2, max_size=8), fork=st.integers(0, 8))
+        def race(self, tokens: list[int], fork: int) -> None:
+            """Two sequences with a common prefix, computed side by side and committed in one call."""
+            self.release([True, True, False, False])
+            blocks = len(tokens) // 2
+            for index, last in ((0, []), (1, tokens[fork:])):
+                self.admit(index, 0, [*tokens[: len(tokens) - len(last)], *(2 - t for t in last)], 0, 0)
+            self.grow([blocks, blocks, 0, 0], [0, 1, 2, 3])
+            self.commit([True, True, False, False])
+
         @rule(pick=st.integers(0, 3), more=st.lists(st.integers(0, 1), max_size=5))
         def decode(self, pick: int, more: list[int]) -> None:
             if pick in self.sequences:
