@@ -21,7 +21,7 @@ from flax import nnx
 from octavo_core.seams import Model
 from octavo_core.specs import CacheSpec, KVGroupSpec
 from octavo_core.wire import ModelCard
-from octavo_engine._src import sizing
+from octavo_engine._src import host, sizing
 from octavo_engine._src.compiles import CompileCounter
 from octavo_engine._src.core import EngineCore
 from octavo_engine._src.device import DevicePrograms, DeviceState, tree_bytes
@@ -71,12 +71,14 @@ def build(config: EngineConfig) -> Built:
     started_s = time.monotonic()
     table: Table = []
     keep_compiled_programs(config.compilation_cache_dir)
+    run_cpu_programs_in_place()
+    host.keep_freed_memory()
     logs = Logs(config.step_log, config.request_log)
     checkpoint = resolve(config.model, revision=config.revision, download_dir=config.download_dir, offline=config.offline)
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
     table.append(("device", f"{device.device_kind} ({device.platform})", f"{len(jax.devices())} visible to JAX {jax.__version__}"))
-    dtype, why = _dtype(config, checkpoint)
+    dtype, why = _dtype(config, checkpoint, on_cpu)
     table.append(("model", checkpoint.name, f"{checkpoint.config.architecture} from {checkpoint.path.name}"))
     model: Any = load_model(checkpoint, dtype=dtype)
     table.append(("dtype", dtype, why))
@@ -104,8 +106,13 @@ def build(config: EngineConfig) -> Built:
     runner, planner = _compile(config, programs, state, spec, sampler, on_cpu, table)
     compiles = CompileCounter()
     template = jax.tree.map(np.array, sampler.empty_arrivals(spec.max_len))
-    core = EngineCore(config, card, planner, runner, template, logs)
+    overlap = not on_cpu if config.async_scheduling is None else config.async_scheduling
+    table.append(
+        ("overlap", "on" if overlap else "off", "a CPU plans and computes on the same cores" if on_cpu else "--async-scheduling")
+    )
+    core = EngineCore(config, card, planner, runner, template, logs, overlap=overlap)
     table.append(("start", f"{time.monotonic() - started_s:.1f} s", "from nothing to ready"))
+    host.return_freed_memory()
     compiles.arm()
     return Built(core, card, checkpoint, compiles, table, logs)
 
@@ -131,11 +138,23 @@ def keep_compiled_programs(folder: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _dtype(config: EngineConfig, checkpoint: Checkpoint) -> tuple[str, str]:
+def run_cpu_programs_in_place() -> None:
+    """Run programs of the CPU device in the calling thread. Queued, a plan of 0.3 ms would wait behind the model's whole step.
+
+    Takes effect only before JAX's first use of the CPU.
+    """
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def _dtype(config: EngineConfig, checkpoint: Checkpoint, on_cpu: bool) -> tuple[str, str]:
     if config.dtype != "auto":
         return config.dtype, "--dtype"
     wanted = checkpoint.config.dtype
-    return ("float32" if wanted == "float32" else "bfloat16"), f"the checkpoint is {wanted}"
+    if wanted == "float32":
+        return "float32", "the checkpoint is float32"
+    if on_cpu and not host.has_bf16_units():
+        return "float32", f"the checkpoint is {wanted}, but this CPU multiplies float32 faster"
+    return "bfloat16", f"the checkpoint is {wanted}"
 
 
 def _size_cache(
@@ -209,7 +228,7 @@ def _compile(
     seqs = config.max_num_seqs or (64 if on_cpu else 256)
     budget = config.max_num_batched_tokens or (512 if on_cpu else 2048)
     why = "--max-num-batched-tokens" if config.max_num_batched_tokens else "default of this device"
-    shapes = sizing.buckets(budget, seqs)
+    shapes = sizing.buckets(budget, seqs, alone=on_cpu and programs.params[0].dtype == jnp.float32)
     runner = ModelRunner(programs, state, shapes, max_blocks=spec.max_blocks)
     with progress("compiling", runner.num_programs + 1, unit="programs") as advance:
         runner.compile(sampler.empty_arrivals(spec.max_len), advance)

@@ -51,13 +51,23 @@ class EngineCore:
         planner, runner: Compiled.
         sampling_template: NumPy arrays in the shape of the sampler's arrivals.
         logs: Where steps and finished sequences are written.
+        overlap: Plan and dispatch a step before the one before it is read.
     """
 
     def __init__(
-        self, config: EngineConfig, card: ModelCard, planner: Planner, runner: ModelRunner, sampling_template: Any, logs: Logs
+        self,
+        config: EngineConfig,
+        card: ModelCard,
+        planner: Planner,
+        runner: ModelRunner,
+        sampling_template: Any,
+        logs: Logs,
+        *,
+        overlap: bool,
     ) -> None:
+        self._overlap = overlap
         self.config, self.card = config, card
-        self._planner, self._runner, self._logs = planner, runner, logs
+        self.planner, self._runner, self._logs = planner, runner, logs
         self._sampling_template = sampling_template
         self._queue = Queue(
             by_priority=config.scheduling_policy == "priority",
@@ -140,7 +150,7 @@ class EngineCore:
         plan_s = time.monotonic() - start_s
         if int(plan.num_rows):
             self._dispatch(plan, start_s, plan_s)
-        keep = 1 if self.config.async_scheduling and int(plan.num_rows) else 0
+        keep = 1 if self._overlap and int(plan.num_rows) else 0
         while len(self._in_flight) > keep:
             self._collect()
         return self._drain()
@@ -148,7 +158,7 @@ class EngineCore:
     def _take_in(self) -> None:
         """Give free slots to queued sequences, hand them to sampler and scheduler, let waiting ones in."""
         newcomers: list[Sequence] = []
-        while self._free_slots and len(newcomers) < self._planner.max_arrivals:
+        while self._free_slots and len(newcomers) < self.planner.max_arrivals:
             sequence = self._queue.pop()
             if sequence is None:
                 break
@@ -159,12 +169,12 @@ class EngineCore:
             self._runner.begin(fill_sampling(jax.tree.map(np.copy, self._sampling_template), newcomers))
         if newcomers or self._waiting_in_plan:
             use_prefix = self.config.enable_prefix_caching
-            self._planner.arrive(fill_arrivals(self._planner.empty_arrivals(), newcomers, use_prefix=use_prefix))
+            self.planner.arrive(fill_arrivals(self.planner.empty_arrivals(), newcomers, use_prefix=use_prefix))
 
     def _plan(self) -> StepPlan:
-        result, self._result = self._result, self._planner.empty_result()
+        result, self._result = self._result, self.planner.empty_result()
         leaving, self._leaving = self._leaving, []
-        plan = self._planner.step(result)
+        plan = self.planner.step(result)
         for slot in leaving:
             self._slots[slot] = None
             self._free_slots.append(slot)
@@ -296,7 +306,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Gauges and counters; the caller adds readiness."""
-        spec, count, gauges = self._planner.spec, self._count, self._gauges
+        spec, count, gauges = self.planner.spec, self._count, self._gauges
         usable = spec.num_blocks[0] - 1
         return EngineStats(
             num_running=gauges["running"] if self._live else 0,

@@ -10,6 +10,7 @@ which suits an accelerator, where calls cost more than they do here.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -73,11 +74,12 @@ class DevicePrograms:
     """A step's programs around one model, attention backend and sampler. Make one with `of`.
 
     Attributes:
-        graphdef, params: The model, split; `params` share memory with those of the segments.
+        rebuild: From the weights outside the layers to a model whose layers must not be called.
+        params: The weights outside the layers: flattening a model's every weight would cost a millisecond a call.
         segments: All layers in order.
     """
 
-    graphdef: Any
+    rebuild: Callable[[Any], Model]
     params: Any
     segments: tuple[Segment, ...]
     groups: tuple[KVGroupSpec, ...]
@@ -101,7 +103,7 @@ class DevicePrograms:
         parts = [(*nnx.split(layer), home[i]) for i, layer in enumerate(model.layers())]
         chunks = [parts[i : i + layers_per_segment] for i in range(0, len(parts), layers_per_segment)]
         segments = tuple(Segment(*(tuple(column) for column in zip(*chunk, strict=True))) for chunk in chunks)
-        return cls(*nnx.split(model), segments, groups, attention, sampler, max_logprobs)
+        return cls(*_without_layers(model, segments), segments, groups, attention, sampler, max_logprobs)
 
     def init_kv(self, num_blocks: tuple[int, ...]) -> tuple[tuple[Any, ...], ...]:
         """Zeroed KV of every layer."""
@@ -114,7 +116,7 @@ class DevicePrograms:
         sequence = step.sequence[jnp.minimum(step.row, rows - 1)]
         fed_back = last_token[jnp.clip(sequence, 0)]
         ids = jnp.where(step.token_ids >= 0, step.token_ids, fed_back)
-        stream = nnx.merge(self.graphdef, params).begin(ids, step.positions)
+        stream = self.rebuild(params).begin(ids, step.positions)
         batches = tuple(
             AttentionBatch(step.positions, step.query_start, step.context_len, table, slots, step.num_single, step.num_rows)
             for table, slots in zip(step.block_table, step.slot_mapping, strict=True)
@@ -143,7 +145,7 @@ class DevicePrograms:
 
     def ends(self, params: Any, stream: Any, step: StepInput) -> Float[Array, "rows hidden"]:
         """Final hidden state of the token each row samples from; any token's where it does not sample."""
-        return nnx.merge(self.graphdef, params).hidden(stream)[jnp.maximum(step.sample_rows, 0)]
+        return self.rebuild(params).hidden(stream)[jnp.maximum(step.sample_rows, 0)]
 
     def sample(
         self,
@@ -155,7 +157,7 @@ class DevicePrograms:
         position: Int32[Array, " rows"],
     ) -> tuple[Any, Int32[Array, " sequences"], Sampled]:
         """Sample rows and remember their tokens; `sequence` −1 pads. `sampler` and `last_token` are meant to be donated."""
-        logits = nnx.merge(self.graphdef, params).logits(hidden)
+        logits = self.rebuild(params).logits(hidden)
         sampler, sampled = self.sampler.sample(sampler, logits, sequence, position)
         slot = jnp.where(sequence >= 0, sequence, len(last_token))
         return sampler, last_token.at[slot].set(sampled.token_ids, mode="drop"), sampled
@@ -164,8 +166,21 @@ class DevicePrograms:
         self, params: Any, stream: Any, at: Int32[Array, " targets"], targets: Int32[Array, " targets"]
     ) -> tuple[Array, Array, Array, Array]:
         """Log-probability, rank and alternatives of `targets` after the tokens at flat index `at`."""
-        model = nnx.merge(self.graphdef, params)
+        model = self.rebuild(params)
         return score_tokens(model.logits(model.hidden(stream)[at]), targets, self.max_logprobs)
+
+
+def _without_layers(model: Model, segments: tuple[Segment, ...]) -> tuple[Callable[[Any], Model], list[Any]]:
+    graphdef, params = nnx.split(model)
+    leaves, tree = jax.tree.flatten(params)
+    inside = {id(leaf) for segment in segments for leaf in jax.tree.leaves(segment.params)}
+    is_outer = [id(leaf) not in inside for leaf in leaves]
+
+    def rebuild(outer: list[Any]) -> Model:
+        rest = iter(outer)
+        return nnx.merge(graphdef, jax.tree.unflatten(tree, [next(rest) if keep else jnp.zeros(()) for keep in is_outer]))
+
+    return rebuild, [leaf for leaf, keep in zip(leaves, is_outer, strict=True) if keep]
 
 
 def tree_bytes(tree: Any) -> int:

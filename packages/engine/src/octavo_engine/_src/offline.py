@@ -14,7 +14,7 @@ from octavo_core.wire import EngineOutput, EngineRequest, FinishReason, Sampling
 from octavo_engine._src.compose import build
 from octavo_engine.config import EngineConfig
 from octavo_models.checkpoints import progress
-from octavo_models.text import Detokenizer, StopStrings, load_text
+from octavo_models.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer, load_text
 
 Prompt = str | Sequence[int]
 
@@ -73,9 +73,11 @@ class LLM:
 
     def _open(self, config: EngineConfig) -> None:
         self._built = build(config)
-        self._core = self._built.core
+        self.core = self._built.core
         self.card = self._built.card
-        self.tokenizer, self.chat_template = load_text(self.card.root)
+        text = None if config.skip_tokenizer_init else load_text(self.card.root)
+        self.tokenizer: Tokenizer | None = text[0] if text else None
+        self.chat_template: ChatTemplate | None = text[1] if text else None
         self._ids = itertools.count()
 
     def generate(
@@ -100,9 +102,9 @@ class LLM:
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         batch: list[Any] = [prompts] if one else list(prompts)
         jobs = [self._job(p, sampling or self.default_sampling(), stop) for p in batch]
-        self._core.check([job.request for job in jobs])
+        self.core.check([job.request for job in jobs])
         for job in jobs:
-            self._core.add(job.request)
+            self.core.add(job.request)
         bar = progress("generating", len(jobs), unit="prompts") if use_progress else None
         if bar is None:
             self._run(jobs, lambda amount: None)
@@ -119,6 +121,8 @@ class LLM:
     ) -> list[Completion]:
         """Answer one conversation, or several at once. Options as in `generate`."""
         many: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        if self.tokenizer is None or self.chat_template is None:
+            raise RequestError("a conversation needs a tokenizer; start without skip_tokenizer_init, or pass token ids to generate")
         prompts = [self.tokenizer.encode(self.chat_template.render(m), add_special_tokens=False) for m in many]
         return self.generate(prompts, sampling, **options)
 
@@ -127,21 +131,26 @@ class LLM:
         return SamplingParams(**{"max_tokens": 16, **self.card.sampling_defaults, **fields})
 
     def _job(self, prompt: Prompt, sampling: SamplingParams, stop: Sequence[str]) -> _Job:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str) and self.tokenizer is None:
+            raise RequestError("a text prompt needs a tokenizer; start without skip_tokenizer_init, or pass token ids")
+        ids = self.tokenizer.encode(prompt) if self.tokenizer is not None and isinstance(prompt, str) else [int(i) for i in prompt]
         request = EngineRequest(
             request_id=f"offline-{next(self._ids)}", prompt_ids=ids, sampling=sampling, namespace=namespace_of()
         )
-        return _Job(request, Completion(prompt, ids), Detokenizer(self.tokenizer), StopStrings(list(stop)))
+        if self.tokenizer is None and stop:
+            raise RequestError("stop strings need a tokenizer; use stop_token_ids")
+        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
+        return _Job(request, Completion(prompt, ids), detokenizer, StopStrings(list(stop)))
 
     def _run(self, jobs: list[_Job], advance: Any) -> None:
         by_id = {job.request.request_id: job for job in jobs}
-        while by_id:
-            for output in self._core.turn():
+        while self.core.has_work:
+            for output in self.core.turn():
                 job = by_id.get(output.request_id)
                 if job is None:
                     continue
                 if job.take(output):
-                    self._core.abort(output.request_id)
+                    self.core.abort(output.request_id)
                 if job.completion.finish_reason is not None:
                     del by_id[output.request_id]
                     advance(1)
@@ -155,7 +164,7 @@ class LLM:
 class _Job:
     request: EngineRequest
     completion: Completion
-    detokenizer: Detokenizer
+    detokenizer: Detokenizer | None
     stops: StopStrings
 
     def take(self, output: EngineOutput) -> bool:
@@ -169,14 +178,20 @@ class _Job:
         done.num_cached_tokens = output.num_cached_tokens
         if output.finish_reason is FinishReason.ERROR:
             raise RequestError(output.error or "the engine failed")
-        ending = output.stop_token_id is not None
-        text, matched = self.stops.push(self.detokenizer.push(output.token_ids[: len(output.token_ids) - ending]))
-        done.text += text
-        if matched is not None:
+        if self._add_text(output):
             done.finish_reason = "stop"
             return output.finish_reason is None
-        if output.finish_reason is not None:
-            text, matched = self.stops.push(self.detokenizer.finish())
-            done.text += text + ("" if matched is not None else self.stops.finish())
-            done.finish_reason = str(output.finish_reason)
+        done.finish_reason = None if output.finish_reason is None else str(output.finish_reason)
         return False
+
+    def _add_text(self, output: EngineOutput) -> bool:
+        """Answers whether a stop string was met."""
+        if self.detokenizer is None:
+            return False
+        body = output.token_ids[: len(output.token_ids) - (output.stop_token_id is not None)]
+        text, matched = self.stops.push(self.detokenizer.push(body))
+        self.completion.text += text
+        if output.finish_reason is not None and matched is None:
+            text, matched = self.stops.push(self.detokenizer.finish())
+            self.completion.text += text + ("" if matched is not None else self.stops.finish())
+        return matched is not None

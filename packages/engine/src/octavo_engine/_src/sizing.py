@@ -14,7 +14,7 @@ from octavo_engine.config import EngineConfig
 MAX_BUCKETS: Final = 10
 CPU_POOL_BYTES: Final = 4 * 2**30
 ROW_LANES: Final = 8
-"""Fewer rows than this fall off the matrix units of a CPU."""
+"""Rows are padded to a multiple of this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +63,15 @@ def num_blocks(config: EngineConfig, bytes_per_block: int, free_bytes: int, *, o
     return blocks, why
 
 
-def buckets(token_budget: int, max_num_seqs: int) -> tuple[Bucket, ...]:
+def buckets(token_budget: int, max_num_seqs: int, *, alone: bool = False) -> tuple[Bucket, ...]:
     """Step shapes from small to large: fourfold steps up to the budget, plus one for a full batch of single tokens.
 
     At most `MAX_BUCKETS`; each holds mixed batches, so a step takes the smallest that fits its tokens and rows.
+
+    Args:
+        token_budget: Most tokens in a step.
+        max_num_seqs: Most rows in a step.
+        alone: Add a shape for one token by itself, where one row is not as dear as eight.
     """
     sizes = {token_budget}
     size = ROW_LANES
@@ -75,8 +80,10 @@ def buckets(token_budget: int, max_num_seqs: int) -> tuple[Bucket, ...]:
         size *= 4
     sizes.add(min(max_num_seqs, token_budget))
     padded = sorted({-(-s // ROW_LANES) * ROW_LANES for s in sizes})
+    if alone:
+        padded.insert(0, 1)
     while len(padded) > MAX_BUCKETS:
-        padded.pop(1)
+        padded.pop(2)
     return tuple(Bucket(tokens, min(tokens, -(-max_num_seqs // ROW_LANES) * ROW_LANES)) for tokens in padded)
 
 

@@ -73,7 +73,7 @@ def _check_sampling(sampling: SamplingParams, card: ModelCard) -> None:
         _in_range("logit_bias", bias, -100, 100)
 
 
-def _in_range(name: str, value: float, low: float, high: float) -> None:
+def _in_range(name: str, value: float | int, low: float | int, high: float | int) -> None:
     if not (low <= value <= high and math.isfinite(value)):
         wanted = f"at least {low:g}" if math.isinf(high) else f"{low:g} to {high:g}"
         raise RequestError(f"{name} is {wanted}, got {value:g}", param=name)

@@ -24,7 +24,8 @@ from octavo_core.specs import KVGroupSpec
 
 TILE_KV_TOKENS = 256
 TILE_ROWS = 8
-TILE_Q = 64
+TILE_Q = 128
+GROUP_LANES = 4
 MASKED = -1e30
 
 
@@ -87,7 +88,7 @@ class XlaAttention:
         tokens, q_heads, head_dim = q.shape
         kv_heads, block_size = k.shape[1], k.shape[2]
         tile_blocks = -(-self._tile_kv_tokens // block_size)
-        table = _pad_to(batch.block_table, 1, tile_blocks)
+        table = _pad_to(_inside(batch.block_table, k.shape[0]), 1, tile_blocks)
         grouped = q.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
         out = self._single_rows(k, v, grouped, batch, table, tile_blocks, scale)
         out = self._long_rows(k, v, grouped, batch, table, tile_blocks, scale, out)
@@ -106,20 +107,21 @@ class XlaAttention:
         """Rows below `num_single`, `TILE_ROWS` at a time; other rows of the last tile come out as zeros."""
         tokens, kv_heads, group, head_dim = q.shape
         rows = table.shape[0]
+        tile = min(TILE_ROWS, rows)
         seen = jnp.where(jnp.arange(rows) < batch.num_single, batch.context_len, 0)
-        seen, table = _pad_to(seen, 0, TILE_ROWS), _pad_to(table, 0, TILE_ROWS)
+        seen, table = _pad_to(seen, 0, tile), _pad_to(table, 0, tile)
         num_rows = min(rows, tokens)
-        q = _pad_to(jnp.pad(q[:num_rows].astype(jnp.float32) * scale, ((0, 0), (0, 0), (0, -group % 8), (0, 0))), 0, TILE_ROWS)
+        q = _pad_to(jnp.pad(q[:num_rows].astype(jnp.float32) * scale, ((0, 0), (0, 0), (0, -group % GROUP_LANES), (0, 0))), 0, tile)
         lanes = q.shape[2]
         tile_tokens = tile_blocks * k.shape[2]
 
         def row_tile(j: Int32[Array, ""], out: Float32[Array, "..."]) -> Float32[Array, "..."]:
-            q_tile = lax.dynamic_slice_in_dim(q, j * TILE_ROWS, TILE_ROWS)
-            seen_tile = lax.dynamic_slice_in_dim(seen, j * TILE_ROWS, TILE_ROWS)
+            q_tile = lax.dynamic_slice_in_dim(q, j * tile, tile)
+            seen_tile = lax.dynamic_slice_in_dim(seen, j * tile, tile)
 
             def kv_tile(i: Int32[Array, ""], state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
                 top, total, acc = state
-                ids = lax.dynamic_slice(table, (j * TILE_ROWS, i * tile_blocks), (TILE_ROWS, tile_blocks))
+                ids = lax.dynamic_slice(table, (j * tile, i * tile_blocks), (tile, tile_blocks))
                 visible = _token_index(i, tile_blocks, k.shape[2])[None] < seen_tile[:, None, None]
                 k_tile = _load(k, ids)
                 v_tile = jnp.where(visible[:, :, None, :, None], _load(v, ids), 0.0)
@@ -132,13 +134,13 @@ class XlaAttention:
                 return new_top, total * fade + weights.sum((1, 4)), acc * fade[..., None] + update
 
             trips = (jnp.max(seen_tile) + tile_tokens - 1) // tile_tokens
-            shape = (TILE_ROWS, kv_heads, lanes)
+            shape = (tile, kv_heads, lanes)
             start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
             _, total, acc = lax.fori_loop(0, trips, kv_tile, start)
-            return lax.dynamic_update_slice_in_dim(out, _normalise(acc, total)[:, :, :group], j * TILE_ROWS, 0)
+            return lax.dynamic_update_slice_in_dim(out, _normalise(acc, total)[:, :, :group], j * tile, 0)
 
         out = jnp.zeros((max(q.shape[0], tokens), kv_heads, group, head_dim))
-        trips = (batch.num_single + TILE_ROWS - 1) // TILE_ROWS
+        trips = (batch.num_single + tile - 1) // tile
         return lax.fori_loop(0, trips, row_tile, out)[:tokens]
 
     def _long_rows(
@@ -212,9 +214,14 @@ def _store(x: Float[Array, "..."], dtype: jnp.dtype) -> Shaped[Array, "..."]:
     return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16) if dtype == jnp.uint16 else x.astype(dtype)
 
 
+def _inside(table: Int32[Array, "rows max_blocks"], num_blocks: int) -> Int32[Array, "rows max_blocks"]:
+    """An id outside the pool becomes the reserved block, which holds zeros: never clipped onto a block in use."""
+    return jnp.where((table >= 0) & (table < num_blocks), table, 0)
+
+
 def _load(pool: Shaped[Array, "blocks kv_heads block_size head_dim"], ids: Int32[Array, "..."]) -> Float32[Array, "..."]:
-    """Blocks as float32. Ids come from block tables, whose pads point at block 0; an id outside the pool reads zeros."""
-    x = pool.at[ids].get(mode="fill", fill_value=0)
+    """Blocks as float32; ids are inside the pool."""
+    x = pool.at[ids].get(mode="promise_in_bounds")
     return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32) if x.dtype == jnp.uint16 else x
 
 

@@ -14,12 +14,22 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+FEW_ROWS = 32
+
 
 def dot_out_in(x: Float[Array, "tokens inner"], weight: Float[Array, "outer inner"]) -> Float32[Array, "tokens outer"]:
-    """`x @ weight.T` with float32 accumulation; float32 operands are multiplied as true float32 on every platform."""
-    exact = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    contract = (((1,), (1,)), ((), ()))
-    return lax.dot_general(x.astype(weight.dtype), weight, contract, precision=exact, preferred_element_type=jnp.float32)
+    """`x @ weight.T` with float32 accumulation; float32 operands are multiplied as true float32 on every platform.
+
+    At few rows a float32 weight goes first and the small result is turned: on CPU a matrix product with few columns is up to 1.8
+    times as fast as one with few rows (measured at 2 to 32 rows; above, and in bfloat16, it is not). The barrier keeps XLA from
+    undoing it.
+    """
+    if weight.dtype != jnp.float32:
+        return lax.dot_general(x.astype(weight.dtype), weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    wide, contract, exact = x.astype(jnp.float32), (((1,), (1,)), ((), ())), lax.Precision.HIGHEST
+    if len(x) <= FEW_ROWS:
+        return lax.optimization_barrier(lax.dot_general(weight, wide, contract, precision=exact)).T
+    return lax.dot_general(wide, weight, contract, precision=exact)
 
 
 def dot_out_in_split(x: Float[Array, "tokens inner"], weight: Float[Array, "outer inner"]) -> Float32[Array, "tokens outer"]:

@@ -1,0 +1,64 @@
+"""Logits of the paged path against transformers in float32, at every position, for every chunk and block size promised.
+
+Logits reach the outside as log-probabilities of the whole vocabulary; a constant per position is all that this loses.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octavo_core.wire import SamplingParams
+from octavo_engine import LLM
+
+FIXTURES = Path(__file__).parents[1] / "packages" / "models" / "tests" / "fixtures"
+TOLERANCE = 2e-4
+CLEAR_MARGIN = 1e-3
+
+
+@pytest.fixture(scope="module", params=["llama", "llama3-rope"])
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[(16, 16), (16, 32), (512, 16), (512, 32)], ids=lambda p: f"chunk{p[0]}-block{p[1]}")
+def served(name, request):
+    chunk, block = request.param
+    llm = LLM(
+        str(FIXTURES / name),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_num_batched_tokens=chunk,
+        block_size=block,
+        max_logprobs=-1,
+        max_num_seqs=8,
+        num_gpu_blocks_override=200,
+    )
+    yield llm, dict(np.load(FIXTURES / name / "reference.npz"))
+    llm.close()
+
+
+def test_logits_equal_transformers_at_every_position(served):
+    llm, reference = served
+    lengths = reference["lengths"]
+    prompts = [ids[:n].tolist() for ids, n in zip(reference["input_ids"], lengths, strict=True)]
+    vocab = llm.card.vocab_size
+    scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=vocab, logprobs=vocab)
+    for done, logits, n in zip(llm.generate(prompts, scored), reference["logits"], lengths, strict=True):
+        wide = logits[:n].astype(np.float64)
+        wanted = wide - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True)) - wide.max(-1, keepdims=True)
+        for i, entry in enumerate([*done.prompt_logprobs[1:], done.logprobs[0]]):
+            got = np.full(vocab, np.nan)
+            got[entry.top_ids] = entry.top_logprobs
+            np.testing.assert_allclose(got, wanted[i], atol=TOLERANCE, rtol=0)
+
+
+def test_greedy_tokens_equal_transformers_until_a_margin_is_too_small_to_tell(served):
+    llm, reference = served
+    prompts = [ids[:n].tolist() for ids, n in zip(reference["input_ids"], reference["lengths"], strict=True)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=reference["greedy"].shape[1], ignore_eos=True)
+    for done, wanted, margin in zip(llm.generate(prompts, greedy), reference["greedy"], reference["greedy_margin"], strict=True):
+        small = np.flatnonzero(margin < CLEAR_MARGIN)
+        upto = int(small[0]) if small.size else len(wanted)
+        assert upto > 0
+        assert done.token_ids[:upto] == wanted[:upto].tolist()

