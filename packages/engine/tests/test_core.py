@@ -174,12 +174,13 @@ def test_priority_lets_the_urgent_first(make_llm):
 
 
 def test_nothing_compiles_after_ready(llm, prompts):
+    before = llm._built.compiles.count  # another engine of this session may have compiled since this one was ready
     llm.generate(prompts, GREEDY)
     scored = SamplingParams(
         temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, max_tokens=3, logprobs=5, prompt_logprobs=2, presence_penalty=1.0
     )
     llm.generate(prompts[:9], scored)
-    assert llm._built.compiles.count == 0
+    assert llm._built.compiles.count == before
 
 
 def test_logs_hold_typed_records_of_steps_and_requests(make_llm, tmp_path):

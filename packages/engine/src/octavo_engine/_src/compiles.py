@@ -13,6 +13,7 @@ class CompileCounter:
     def __init__(self) -> None:
         self.count = 0
         self._armed = False
+        self._listening = True
         jax.monitoring.register_event_duration_secs_listener(self._hear)
 
     def arm(self) -> None:
@@ -21,7 +22,9 @@ class CompileCounter:
 
     def close(self) -> None:
         """Stop listening."""
-        jax.monitoring.unregister_event_duration_listener(self._hear)
+        if self._listening:
+            self._listening = False
+            jax.monitoring.unregister_event_duration_listener(self._hear)
 
     def _hear(self, event: str, duration_secs: float, **_: object) -> None:
         if self._armed and event == _EVENT:
