@@ -27,7 +27,13 @@ def server(tmp_path_factory):
     """The address of a server on a free port, with an API key."""
     log = tmp_path_factory.mktemp("serve") / "log"
     command = [sys.executable, "-m", "octavo_server.cli", "serve", "--host", "127.0.0.1", "--port", "0", "--api-key", KEY]
-    command += ["--kv-cache-memory-bytes", "512M", "--max-num-batched-tokens=512", "--enable-chunked-prefill=true", "--block-size=32"]
+    command += [
+        "--kv-cache-memory-bytes",
+        "512M",
+        "--max-num-batched-tokens=512",
+        "--enable-chunked-prefill=true",
+        "--block-size=32",
+    ]
     with open(log, "w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=os.environ)
     deadline = time.monotonic() + 300
@@ -52,8 +58,19 @@ def complete(client, prompt, **fields):
 
 
 def test_the_acceptance_script_passes(server, shared):
-    command = [sys.executable, str(shared / "accept" / "openai_accept.py"), "--base-url", server, "--model", MODEL, "--api-key", KEY]
-    done = subprocess.run([*command, *(x for g in GROUPS for x in ("--only", f"{g}.*"))], capture_output=True, text=True, timeout=900)
+    command = [
+        sys.executable,
+        str(shared / "accept" / "openai_accept.py"),
+        "--base-url",
+        server,
+        "--model",
+        MODEL,
+        "--api-key",
+        KEY,
+    ]
+    done = subprocess.run(
+        [*command, *(x for g in GROUPS for x in ("--only", f"{g}.*"))], capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stdout[-4000:]
 
 
@@ -76,7 +93,9 @@ def test_a_bias_beyond_the_vocabulary_fails_alone_while_another_stream_runs(clie
     finished = []
 
     def stream():
-        with client.stream("POST", "/v1/completions", json={"prompt": "Once", "max_tokens": 40, "stream": True, "ignore_eos": True}) as r:
+        with client.stream(
+            "POST", "/v1/completions", json={"prompt": "Once", "max_tokens": 40, "stream": True, "ignore_eos": True}
+        ) as r:
             finished.extend(line for line in r.iter_lines() if line.startswith("data: "))
 
     thread = threading.Thread(target=stream)
@@ -104,7 +123,10 @@ def test_prompt_scores_are_equal_cold_and_cached(client):
 
 def gauges(client):
     text = client.get("/metrics").text
-    return {n: float(re.search(rf"^octavo:{n}\{{[^}}]*\}} (\S+)", text, re.M).group(1)) for n in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")}
+    return {
+        n: float(re.search(rf"^octavo:{n}\{{[^}}]*\}} (\S+)", text, re.M).group(1))
+        for n in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    }
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -62,10 +62,12 @@ def test_a_prefix_hit_gives_the_same_tokens(llm, alone):
     assert cold.token_ids == warm.token_ids == first
 
 
-def test_with_overlap_the_tokens_are_the_same(make_llm, prompts, alone):
-    plain = make_llm(async_scheduling=True)
-    for prompt, completion in zip(prompts[:8], plain.generate(prompts[:8], GREEDY), strict=True):
-        assert completion.token_ids == alone(prompt)
+@pytest.mark.parametrize("overlap", ["off", "in flight"])
+def test_however_planning_is_overlapped_the_tokens_are_the_same(llm, prompts, alone, is_idle, overlap, monkeypatch):
+    wanted = [alone(prompt) for prompt in prompts[:8]]
+    monkeypatch.setattr(llm.core, "_overlap", overlap)
+    assert [c.token_ids for c in llm.generate(prompts[:8], GREEDY)] == wanted
+    is_idle(llm.core)
 
 
 def test_equal_long_prompts_arriving_together_share_canonical_blocks_and_keep_their_tokens(tight, alone, is_idle):

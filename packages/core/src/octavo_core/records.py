@@ -23,8 +23,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         context_tokens: KV tokens visible to all rows together.
         bucket_tokens, bucket_rows: The compiled shape that ran.
         device_s: Seconds from dispatch until the step's tokens were on the host.
-        host_s: Seconds of this step spent outside the model: planning, dispatch, output.
-        plan_s, output_s: Two parts of `host_s`.
+        host_s: Seconds the device waited for the host: from the end of the step before it, where one ran, to its dispatch.
+        plan_s: Seconds of planning, hidden behind the step before it or part of `host_s`.
+        output_s: Seconds of handing out its tokens.
         num_running, num_waiting, num_free_blocks: After planning.
         preempted: Request id of the sequence that gave up its blocks, or None.
     """

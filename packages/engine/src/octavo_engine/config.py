@@ -54,7 +54,7 @@ class EngineConfig:
     scheduling_policy: str = option("fcfs", "Who goes first", group=SCHEDULING, choices=("fcfs", "priority"))
     max_num_queued_reqs: int = option(1024, "Sequences that may wait before new ones get 503", group=SCHEDULING)
     max_num_queued_tokens: int = option(0, "Prompt tokens that may wait before new ones get 503; 0: no bound", group=SCHEDULING)
-    async_scheduling: bool | None = option(None, "Plan the next step while one runs; default: on an accelerator", group=SCHEDULING)
+    async_scheduling: bool = option(True, "Plan the next step while one runs", group=SCHEDULING)
 
     attention_backend: str = option("auto", "auto, xla, reference, or my.module:Class", group=BACKENDS)
     tensor_parallel_size: int = option(1, "Not supported yet beyond 1", group=BACKENDS, aliases=("-tp",))

@@ -23,7 +23,7 @@ from octavo_core.specs import CacheSpec, KVGroupSpec
 from octavo_core.wire import ModelCard
 from octavo_engine._src import host, sizing
 from octavo_engine._src.compiles import CompileCounter
-from octavo_engine._src.core import EngineCore
+from octavo_engine._src.core import EngineCore, Overlap
 from octavo_engine._src.device import DevicePrograms, DeviceState, tree_bytes
 from octavo_engine._src.logs import Logs
 from octavo_engine._src.planner import Planner
@@ -106,9 +106,9 @@ def build(config: EngineConfig) -> Built:
     runner, planner = _compile(config, programs, state, spec, sampler, on_cpu, table)
     compiles = CompileCounter()
     template = jax.tree.map(np.array, sampler.empty_arrivals(spec.max_len))
-    overlap = not on_cpu if config.async_scheduling is None else config.async_scheduling
+    overlap: Overlap = "off" if config.async_scheduling is False else "beside" if on_cpu else "in flight"
     table.append(
-        ("overlap", "on" if overlap else "off", "a CPU plans and computes on the same cores" if on_cpu else "--async-scheduling")
+        ("overlap", overlap, "--async-scheduling" if config.async_scheduling is False else "the next step is planned meanwhile")
     )
     core = EngineCore(config, card, planner, runner, template, logs, overlap=overlap)
     table.append(("start", f"{time.monotonic() - started_s:.1f} s", "from nothing to ready"))

@@ -1,22 +1,24 @@
 """The step loop, one turn at a time: take in, plan, dispatch, collect. Single-threaded; whoever calls `turn` owns it.
 
 Who owns what: the queue and `Sequence` records belong to the host; a slot belongs to a sequence from its arrival until the plan
-that releases it; blocks belong to the cache's state; KV bytes to the runner. With overlap, step k+1 is planned and dispatched
-before step k's tokens are read, so what the host learns reaches the scheduler one or two steps late.
+that releases it; blocks belong to the cache's state, which the planner owns; KV bytes to the runner. With overlap step k+1 is
+planned before step k's tokens are read, so what the host learns reaches the scheduler one or two steps late.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import secrets
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from octavo_core.plan import StepPlan
+from octavo_core.plan import Arrivals, StepPlan, StepResult
 from octavo_core.records import StepRecord
 from octavo_core.wire import EngineOutput, EngineRequest, EngineStats, FinishReason, ModelCard
 from octavo_engine._src.collect import PromptScores, token_scores
@@ -27,6 +29,11 @@ from octavo_engine._src.runner import Dispatched, ModelRunner
 from octavo_engine._src.sequence import Sequence
 from octavo_engine._src.validate import check_request
 from octavo_engine.config import EngineConfig
+
+Overlap = Literal["off", "beside", "in flight"]
+"""`beside`: where a dispatch returns when the step is done (a CPU), the next plan is made in a second thread meanwhile. `in flight`:
+where it returns at once (an accelerator), the next step is planned and dispatched before this one is read. Either way a plan
+knows the results up to the step before the last."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +49,24 @@ class _InFlight:
     preempted: str | None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Ahead:
+    """A plan being made, and the slots that are free once it is."""
+
+    plan: concurrent.futures.Future[tuple[StepPlan, float]]
+    leaving: list[int]
+
+
+class _Inline:
+    """An executor without threads."""
+
+    def submit(self, job: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:
+        """Run the job now."""
+        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        done.set_result(job(*arguments))
+        return done
+
+
 class EngineCore:
     """The engine without threads.
 
@@ -51,7 +76,7 @@ class EngineCore:
         planner, runner: Compiled.
         sampling_template: NumPy arrays in the shape of the sampler's arrivals.
         logs: Where steps and finished sequences are written.
-        overlap: Plan and dispatch a step before the one before it is read.
+        overlap: How planning hides behind computing, see `Overlap`.
     """
 
     def __init__(
@@ -63,9 +88,12 @@ class EngineCore:
         sampling_template: Any,
         logs: Logs,
         *,
-        overlap: bool,
+        overlap: Overlap,
     ) -> None:
         self._overlap = overlap
+        self._planning = concurrent.futures.ThreadPoolExecutor(1, "octavo-planner") if overlap == "beside" else _Inline()
+        self._ahead: _Ahead | None = None
+        self._ready_s = 0.0
         self.config, self.card = config, card
         self.planner, self._runner, self._logs = planner, runner, logs
         self._sampling_template = sampling_template
@@ -136,27 +164,28 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """A turn would do something."""
-        return bool(self._live or self._in_flight or self._leaving or self._outbox)
+        return bool(self._live or self._in_flight or self._leaving or self._outbox or self._ahead)
 
     # One turn ---------------------------------------------------------------------------------------------------------
 
     def turn(self) -> list[EngineOutput]:
-        """Plan and dispatch one step, then collect the step before it (or, without overlap, this one)."""
+        """Run one planned step and collect it (or, with steps in flight, the one before it)."""
         if not self.has_work:
+            self._ready_s = 0.0
             return []
-        start_s = time.monotonic()
-        self._take_in()
-        plan = self._plan()
-        plan_s = time.monotonic() - start_s
+        ahead, self._ahead = self._ahead or self._start_plan(), None
+        plan, plan_s = self._finish_plan(ahead)
         if int(plan.num_rows):
-            self._dispatch(plan, start_s, plan_s)
-        keep = 1 if self._overlap and int(plan.num_rows) else 0
+            if self._overlap == "beside":
+                self._ahead = self._start_plan()
+            self._dispatch(plan, plan_s)
+        keep = 1 if self._overlap == "in flight" and int(plan.num_rows) else 0
         while len(self._in_flight) > keep:
             self._collect()
         return self._drain()
 
-    def _take_in(self) -> None:
-        """Give free slots to queued sequences, hand them to sampler and scheduler, let waiting ones in."""
+    def _start_plan(self) -> _Ahead:
+        """Give free slots to queued sequences and begin the next plan: beside the running step, or here and now."""
         newcomers: list[Sequence] = []
         while self._free_slots and len(newcomers) < self.planner.max_arrivals:
             sequence = self._queue.pop()
@@ -167,23 +196,31 @@ class EngineCore:
             newcomers.append(sequence)
         if newcomers:
             self._runner.begin(fill_sampling(jax.tree.map(np.copy, self._sampling_template), newcomers))
+        arrivals = None
         if newcomers or self._waiting_in_plan:
-            use_prefix = self.config.enable_prefix_caching
-            self.planner.arrive(fill_arrivals(self.planner.empty_arrivals(), newcomers, use_prefix=use_prefix))
-
-    def _plan(self) -> StepPlan:
+            arrivals = fill_arrivals(self.planner.empty_arrivals(), newcomers, use_prefix=self.config.enable_prefix_caching)
         result, self._result = self._result, self.planner.empty_result()
         leaving, self._leaving = self._leaving, []
+        return _Ahead(self._planning.submit(self._run_planner, arrivals, result), leaving)
+
+    def _run_planner(self, arrivals: Arrivals | None, result: StepResult) -> tuple[StepPlan, float]:
+        start_s = time.monotonic()
+        if arrivals is not None:
+            self.planner.arrive(arrivals)
         plan = self.planner.step(result)
-        for slot in leaving:
+        return plan, time.monotonic() - start_s
+
+    def _finish_plan(self, ahead: _Ahead) -> tuple[StepPlan, float]:
+        plan, plan_s = ahead.plan.result()
+        for slot in ahead.leaving:
             self._slots[slot] = None
             self._free_slots.append(slot)
         self._waiting_in_plan = int(plan.num_waiting)
         self._gauges["running"] = int(plan.num_running)
         self._gauges["free"], self._gauges["evictable"] = int(plan.events.num_free[0]), int(plan.events.num_evictable[0])
-        return plan
+        return plan, plan_s
 
-    def _dispatch(self, plan: StepPlan, start_s: float, plan_s: float) -> None:
+    def _dispatch(self, plan: StepPlan, plan_s: float) -> None:
         num_rows = int(plan.num_rows)
         rows = [self._slots[slot] for slot in plan.sequence[:num_rows].tolist()]
         now_s = time.monotonic()
@@ -192,10 +229,10 @@ class EngineCore:
                 sequence.started_s = now_s
                 self._note_first_step(sequence, int(plan.cached_len[i]))
         preempted = self._note_preemption(int(plan.preempted))
+        idle_s = max(0.0, time.monotonic() - self._ready_s) if self._ready_s else plan_s
         dispatched = self._runner.dispatch(plan)
         scores = self._score_prompts(dispatched, rows) if any(s is not None and s.wants_prompt_scores for s in rows) else []
-        host_s = time.monotonic() - start_s
-        self._in_flight.append(_InFlight(self._count["steps"], dispatched, rows, scores, plan_s, host_s, preempted))
+        self._in_flight.append(_InFlight(self._count["steps"], dispatched, rows, scores, plan_s, idle_s, preempted))
         self._count["steps"] += 1
 
     def _note_first_step(self, sequence: Sequence, cached_len: int) -> None:
@@ -235,7 +272,7 @@ class EngineCore:
         flight = self._in_flight.popleft()
         plan, sampled = flight.dispatched.plan, flight.dispatched.sampled
         ids = flight.dispatched.wait().tolist()
-        now_s = time.monotonic()
+        now_s = self._ready_s = time.monotonic()
         for scores in flight.scores:
             scores.collect()
         sampling_rows = plan.sample_rows[: len(flight.rows)].tolist()
@@ -294,7 +331,7 @@ class EngineCore:
                 bucket_tokens=dispatched.bucket.tokens,
                 bucket_rows=dispatched.bucket.rows,
                 device_s=ready_s - dispatched.started_s,
-                host_s=flight.host_s + output_s,
+                host_s=flight.host_s,
                 plan_s=flight.plan_s,
                 output_s=output_s,
                 num_running=int(plan.num_running),

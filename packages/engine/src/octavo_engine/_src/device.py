@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
@@ -22,6 +23,8 @@ from octavo_core.plan import Sampled
 from octavo_core.seams import AttentionBackend, AttentionBatch, Model, Sampler
 from octavo_core.specs import KVGroupSpec
 from octavo_kernels import score_tokens
+
+_ABSENT = np.zeros((), np.float32)
 
 
 class StepInput(NamedTuple):
@@ -178,7 +181,7 @@ def _without_layers(model: Model, segments: tuple[Segment, ...]) -> tuple[Callab
 
     def rebuild(outer: list[Any]) -> Model:
         rest = iter(outer)
-        return nnx.merge(graphdef, jax.tree.unflatten(tree, [next(rest) if keep else jnp.zeros(()) for keep in is_outer]))
+        return nnx.merge(graphdef, jax.tree.unflatten(tree, [next(rest) if keep else _ABSENT for keep in is_outer]))
 
     return rebuild, [leaf for leaf, keep in zip(leaves, is_outer, strict=True) if keep]
 
