@@ -70,6 +70,8 @@ class _Inline:
 class EngineCore:
     """The engine without threads.
 
+    Size: requests, planning, dispatch and collection share one set of books, which stay auditable in one place.
+
     Args:
         config: What was asked for.
         card: What is served.
