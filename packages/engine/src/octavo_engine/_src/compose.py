@@ -39,7 +39,6 @@ from octavo_scheduler import ChunkedScheduler, SchedulerConfig
 MAX_ARRIVALS = 8
 MAX_EOS = 16
 WAITING_SLOTS = 64
-CPU_STEP_S = 0.25
 
 Table = list[tuple[str, str, str]]
 
@@ -226,19 +225,24 @@ def _compile(
 ) -> tuple[ModelRunner, Planner]:
     start_s = time.monotonic()
     seqs = config.max_num_seqs or (64 if on_cpu else 256)
-    budget = config.max_num_batched_tokens or (512 if on_cpu else 2048)
-    why = "--max-num-batched-tokens" if config.max_num_batched_tokens else "default of this device"
-    shapes = sizing.buckets(budget, seqs, alone=on_cpu and programs.params[0].dtype == jnp.float32)
-    runner = ModelRunner(programs, state, shapes, max_blocks=spec.max_blocks)
-    with progress("compiling", runner.num_programs + 1, unit="programs") as advance:
-        runner.compile(sampler.empty_arrivals(spec.max_len), advance)
+    alone = on_cpu and programs.params[0].dtype == jnp.float32
+    runner = ModelRunner(programs, state, max_blocks=spec.max_blocks)
+    budget, why = config.max_num_batched_tokens, "--max-num-batched-tokens"
+    likely = sizing.buckets(budget or sizing.PROBE_TOKENS[1], seqs, alone=alone)
+    with progress("compiling", len(likely) + len({b.rows for b in likely}), unit="programs") as advance:
+        runner.compile_begin(sampler.empty_arrivals(spec.max_len))
+        if not budget and on_cpu:
+            runner.compile(sizing.buckets(sizing.PROBE_TOKENS[1], seqs, alone=alone), advance)
+            times = [runner.time_step(t) for t in sizing.PROBE_TOKENS]
+            budget, why = sizing.cpu_budget(*times)
+        elif not budget:
+            budget, why = 2048, "default of this device"
+        runner.compile(sizing.buckets(budget, seqs, alone=alone), advance)
         planner = _planner(config, spec, seqs, budget)
         planner.compile()
-        advance(1)
     table.append(("token budget", f"{budget} tokens", why))
-    table.append(
-        ("step shapes", ", ".join(f"{b.tokens}x{b.rows}" for b in shapes), f"compiled in {time.monotonic() - start_s:.1f} s")
-    )
+    shapes = ", ".join(f"{b.tokens}x{b.rows}" for b in runner.shapes)
+    table.append(("step shapes", shapes, f"tokens x rows, compiled in {time.monotonic() - start_s:.1f} s"))
     return runner, planner
 
 

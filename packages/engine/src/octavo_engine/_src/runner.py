@@ -56,16 +56,14 @@ class ModelRunner:
     Args:
         programs: What to run.
         state: Fresh device state.
-        shapes: Step shapes from small to large.
         max_blocks: Width of a block table.
         threads: Programs compiled at the same time.
     """
 
-    def __init__(
-        self, programs: DevicePrograms, state: DeviceState, shapes: tuple[Bucket, ...], *, max_blocks: int, threads: int = 2
-    ) -> None:
+    def __init__(self, programs: DevicePrograms, state: DeviceState, *, max_blocks: int, threads: int = 2) -> None:
         self._programs, self._params, self._state = programs, programs.params, state
-        self._shapes, self._max_blocks, self._threads = shapes, max_blocks, threads
+        self._shapes: tuple[Bucket, ...] = ()
+        self._max_blocks, self._threads = max_blocks, threads
         self._compiled: dict[Bucket, _Programs] = {}
         self._sample: dict[int, Any] = {}
         self._begin: Any = None
@@ -75,22 +73,18 @@ class ModelRunner:
         """Step shapes from small to large."""
         return self._shapes
 
-    @property
-    def num_programs(self) -> int:
-        """Programs `compile` reports, one by one."""
-        return len(self._shapes) + len({b.rows for b in self._shapes}) + 1
-
-    def compile(self, arrivals: SamplingArrivals, advance: Callable[[int], None]) -> None:
-        """Compile every program, `threads` at a time; `advance` hears of each."""
+    def compile(self, shapes: tuple[Bucket, ...], advance: Callable[[int], None]) -> None:
+        """Serve steps of these shapes, from small to large: compile what is missing, `threads` at a time. `advance` hears of each."""
+        rows = sorted({b.rows for b in shapes} - self._sample.keys())
         jobs: list[Callable[[], None]] = [
-            functools.partial(self._compile_sample, r) for r in sorted({b.rows for b in self._shapes})
+            functools.partial(self._compile_sample, next(b for b in shapes if b.rows == r)) for r in rows
         ]
-        jobs += [functools.partial(self._compile_bucket, b) for b in reversed(self._shapes)]
-        jobs.append(functools.partial(self._compile_begin, arrivals))
+        jobs += [functools.partial(self._compile_bucket, b) for b in reversed(shapes) if b not in self._compiled]
         with concurrent.futures.ThreadPoolExecutor(self._threads) as pool:
             for done in concurrent.futures.as_completed([pool.submit(job) for job in jobs]):
                 done.result()
                 advance(1)
+        self._shapes = shapes
 
     def _compile_bucket(self, shape: Bucket) -> None:
         step = self._abstract_input(shape)
@@ -117,17 +111,17 @@ class ModelRunner:
             answer.append(shared[key])
         return answer
 
-    def _compile_sample(self, rows: int) -> None:
-        shape = next(b for b in self._shapes if b.rows == rows)
+    def _compile_sample(self, shape: Bucket) -> None:
         programs, params, state = self._programs, self._params, self._state
         step = self._abstract_input(shape)
         stream, _ = jax.eval_shape(programs.begin, params, state.last_token, step)
         hidden = jax.eval_shape(programs.ends, params, stream, step)
         sample = jax.jit(programs.sample, donate_argnums=(1, 2))
         ids = step.sequence
-        self._sample[rows] = sample.lower(params, state.sampler, state.last_token, hidden, ids, ids).compile()
+        self._sample[shape.rows] = sample.lower(params, state.sampler, state.last_token, hidden, ids, ids).compile()
 
-    def _compile_begin(self, arrivals: SamplingArrivals) -> None:
+    def compile_begin(self, arrivals: SamplingArrivals) -> None:
+        """Compile the taking in of new sequences."""
         begin = jax.jit(self._programs.sampler.begin, donate_argnums=0)
         self._begin = begin.lower(self._state.sampler, arrivals).compile()
 
@@ -151,8 +145,9 @@ class ModelRunner:
             num_rows=np.int32(0),
         )
 
-    def time_step(self, shape: Bucket) -> float:
-        """Seconds of one step that computes nothing of use: a full prefill of row 0 into the reserved block. Needs the shape compiled."""
+    def time_step(self, tokens: int) -> float:
+        """Seconds of a step that prefills one row of so many tokens and stores nothing; the shape must be compiled."""
+        shape = next(b for b in self._shapes if b.tokens == tokens)
         step = self._empty_input(shape)
         ends = np.full(shape.rows + 1, shape.tokens, np.int32)
         ends[0] = 0

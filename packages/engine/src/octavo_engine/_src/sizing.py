@@ -12,6 +12,11 @@ from octavo_core.specs import KVGroupSpec
 from octavo_engine.config import EngineConfig
 
 MAX_BUCKETS: Final = 10
+PROBE_TOKENS: Final = (32, 128)
+"""Steps timed at start on a CPU."""
+CPU_STEP_S: Final = 0.25
+"""A full step on a CPU should take no longer."""
+CPU_BUDGETS: Final = (64, 128, 256, 512)
 CPU_POOL_BYTES: Final = 4 * 2**30
 ROW_LANES: Final = 8
 """Rows are padded to a multiple of this."""
@@ -90,3 +95,16 @@ def buckets(token_budget: int, max_num_seqs: int, *, alone: bool = False) -> tup
 def pick(shapes: tuple[Bucket, ...], num_tokens: int, num_rows: int) -> Bucket:
     """The smallest shape that holds a step. The largest one holds every step the scheduler can plan."""
     return next(b for b in shapes if b.tokens >= num_tokens and b.rows >= num_rows)
+
+
+def cpu_budget(small_s: float, large_s: float) -> tuple[int, str]:
+    """The token budget of a CPU and why, from the times of steps of `PROBE_TOKENS` tokens, taken as a straight line."""
+    small, large = PROBE_TOKENS
+    per_token_s = max((large_s - small_s) / (large - small), 1e-9)
+    base_s = max(small_s - small * per_token_s, 0.0)
+    fits = [b for b in CPU_BUDGETS if base_s + b * per_token_s <= CPU_STEP_S]
+    budget = max(fits, default=CPU_BUDGETS[0])
+    return (
+        budget,
+        f"timed: {base_s * 1e3:.0f} ms + {per_token_s * 1e3:.2f} ms a token, a full step should take {CPU_STEP_S * 1e3:.0f} ms",
+    )

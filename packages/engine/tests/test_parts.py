@@ -1,0 +1,123 @@
+"""Sizes, the queue, configuration and commands: what needs no engine."""
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo_core.config import add_arguments, from_namespace
+from octavo_core.errors import ConfigError
+from octavo_core.specs import KVGroupSpec
+from octavo_core.wire import EngineRequest, SamplingParams
+from octavo_engine import EngineConfig
+from octavo_engine._src import sizing
+from octavo_engine._src.intake import Queue
+from octavo_engine._src.sequence import Sequence
+
+
+@given(budget=st.integers(1, 9000), seqs=st.integers(1, 600), alone=st.booleans())
+def test_every_step_the_scheduler_can_plan_has_a_shape(budget, seqs, alone):
+    shapes = sizing.buckets(budget, seqs, alone=alone)
+    assert len(shapes) <= sizing.MAX_BUCKETS
+    assert [b.tokens for b in shapes] == sorted({b.tokens for b in shapes})
+    for tokens in {1, budget // 2 or 1, budget}:
+        shape = sizing.pick(shapes, tokens, min(tokens, seqs))
+        assert shape.tokens >= tokens
+        assert shape.rows >= min(tokens, seqs)
+
+
+def test_a_block_of_smollm2_has_the_bytes_of_the_formula():
+    group = KVGroupSpec("full", tuple(range(30)), 3, 64, "bfloat16", 32)
+    assert sizing.block_bytes((group,)) == 2 * 30 * 3 * 64 * 32 * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "free", "on_cpu", "blocks"),
+    [
+        ({"num_gpu_blocks_override": 7}, 0, False, 7),
+        ({"kv_cache_memory_bytes": 1000}, 0, False, 10),
+        ({"gpu_memory_utilization": 0.5}, 2000, False, 10),
+        ({"gpu_memory_utilization": 0.5}, 8000, True, 10),
+        ({"gpu_memory_utilization": 1.0}, 2**50, True, sizing.CPU_POOL_BYTES // 100),
+    ],
+)
+def test_the_pool_is_as_large_as_asked_for(options, free, on_cpu, blocks):
+    assert sizing.num_blocks(EngineConfig(**options), 100, free, on_cpu=on_cpu)[0] == blocks
+
+
+def test_a_pool_without_room_for_two_blocks_is_refused():
+    with pytest.raises(ConfigError, match="at least 2"):
+        sizing.num_blocks(EngineConfig(kv_cache_memory_bytes=150), 100, 0, on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("small_s", "large_s", "budget"), [(0.02, 0.03, 512), (0.05, 0.2, 128), (0.1, 0.4, 64), (3.0, 6.0, 64), (0.05, 0.04, 512)]
+)
+def test_the_cpu_budget_keeps_a_full_step_short(small_s, large_s, budget):
+    assert sizing.cpu_budget(small_s, large_s)[0] == budget
+
+
+def sequence(order, priority=0):
+    request = EngineRequest(request_id=str(order), prompt_ids=[1] * 5, sampling=SamplingParams(), priority=priority)
+    return Sequence(request, order, 10, 0, frozenset(), 0.0)
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), max_size=30), st.booleans())
+def test_the_queue_answers_in_policy_order_without_those_discarded(entries, by_priority):
+    queue = Queue(by_priority=by_priority, max_requests=0, max_tokens=0)
+    made = [sequence(i, priority) for i, (priority, _) in enumerate(entries)]
+    for one in made:
+        queue.push(one)
+    for one, (_, gone) in zip(made, entries, strict=True):
+        if gone:
+            queue.discard(one)
+    kept = [one for one, (_, gone) in zip(made, entries, strict=True) if not gone]
+    wanted = sorted(kept, key=lambda s: (s.request.priority if by_priority else 0, s.order))
+    assert [queue.pop() for _ in wanted] == wanted
+    assert queue.pop() is None
+    queue.check_room([10**9], 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 8}, "--tensor-parallel-size 8 is not supported yet"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not supported yet"),
+        ({"cpu_offload_gb": 64.0}, "--cpu-offload-gb 64 is not supported yet"),
+        ({"enable_chunked_prefill": False}, "always computed in chunks"),
+        ({"block_size": 48}, "--block-size is one of 16, 32, 64"),
+        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization"),
+        ({"max_num_seqs": -1}, "--max-num-seqs is at least 0"),
+        ({"num_gpu_blocks_override": 1}, "at least 2"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_the_name_of_its_flag(options, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**options)
+
+
+def test_the_reference_manifest_parses():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, EngineConfig)
+    words = "--tensor-parallel-size=1 --block-size=32 --max-num-batched-tokens=2048 --enable-chunked-prefill=true --gpu-memory-utilization=0.92"
+    config = from_namespace(EngineConfig, parser.parse_args(words.split()))
+    assert (config.max_num_batched_tokens, config.gpu_memory_utilization, config.enable_chunked_prefill) == (2048, 0.92, True)
+
+
+def test_importing_config_and_commands_imports_no_jax():
+    code = "import sys, octavo_engine.config, octavo_engine.commands; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_doctor_reports_each_fact_and_fails_for_a_missing_model(capsys):
+    from octavo_engine.commands import doctor
+
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    assert doctor.run(parser.parse_args(["--model", "/nonexistent.gguf"])) == 1
+    shown = capsys.readouterr().out
+    assert "ok    jax" in shown
+    assert "FAIL  model" in shown
