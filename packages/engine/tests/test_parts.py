@@ -54,10 +54,10 @@ def test_a_pool_without_room_for_two_blocks_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("small_s", "large_s", "budget"), [(0.02, 0.03, 512), (0.05, 0.2, 128), (0.1, 0.4, 64), (3.0, 6.0, 64), (0.05, 0.04, 512)]
+    ("small_s", "large_s", "budget"), [(0.02, 0.03, 512), (0.05, 0.2, 128), (0.02, 0.1, 256), (3.0, 6.0, 128), (0.05, 0.04, 512)]
 )
 def test_the_cpu_budget_keeps_a_full_step_short(small_s, large_s, budget):
-    assert sizing.cpu_budget(small_s, large_s)[0] == budget
+    assert sizing.cpu_budget(small_s, large_s, 64)[0] == budget
 
 
 def sequence(order, priority=0):

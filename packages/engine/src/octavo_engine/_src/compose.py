@@ -233,8 +233,8 @@ def _compile(
         runner.compile_begin(sampler.empty_arrivals(spec.max_len))
         if not budget and on_cpu:
             runner.compile(sizing.buckets(sizing.PROBE_TOKENS[1], seqs, alone=alone), advance)
-            times = [runner.time_step(t) for t in sizing.PROBE_TOKENS]
-            budget, why = sizing.cpu_budget(*times)
+            small_s, large_s = (runner.time_step(t) for t in sizing.PROBE_TOKENS)
+            budget, why = sizing.cpu_budget(small_s, large_s, seqs)
         elif not budget:
             budget, why = 2048, "default of this device"
         runner.compile(sizing.buckets(budget, seqs, alone=alone), advance)

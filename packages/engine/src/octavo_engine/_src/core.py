@@ -272,22 +272,21 @@ class EngineCore:
     def _collect(self) -> None:
         """Read the oldest step in flight: extend its sequences, note who ended."""
         flight = self._in_flight.popleft()
-        plan, sampled = flight.dispatched.plan, flight.dispatched.sampled
-        ids = flight.dispatched.wait().tolist()
+        dispatched = flight.dispatched
+        ids = dispatched.wait()
         now_s = self._ready_s = time.monotonic()
         for scores in flight.scores:
             scores.collect()
-        sampling_rows = plan.sample_rows[: len(flight.rows)].tolist()
+        ended = [flight.rows[row] for row in dispatched.ending]
         wanted = {
             i: s.request.sampling.logprobs
-            for i, s in enumerate(flight.rows)
-            if s is not None and s.finish is None and s.request.sampling.logprobs is not None and sampling_rows[i] >= 0
+            for i, s in enumerate(ended)
+            if s is not None and s.finish is None and s.request.sampling.logprobs is not None
         }
-        scored = token_scores(sampled, wanted) if wanted else {}
-        for i, sequence in enumerate(flight.rows):
-            if sequence is None or sequence.finish is not None or sampling_rows[i] < 0:
-                continue
-            self._accept(sequence, ids[i], scored.get(i), now_s)
+        scored = token_scores(dispatched.sampled, wanted) if dispatched.sampled is not None and wanted else {}
+        for i, sequence in enumerate(ended):
+            if sequence is not None and sequence.finish is None:
+                self._accept(sequence, ids[i], scored.get(i), now_s)
         self._log_step(flight, now_s)
 
     def _accept(self, sequence: Sequence, token: int, score: Any, now_s: float) -> None:

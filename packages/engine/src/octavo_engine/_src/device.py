@@ -146,9 +146,9 @@ class DevicePrograms:
 
         return attend
 
-    def ends(self, params: Any, stream: Any, step: StepInput) -> Float[Array, "rows hidden"]:
-        """Final hidden state of the token each row samples from; any token's where it does not sample."""
-        return self.rebuild(params).hidden(stream)[jnp.maximum(step.sample_rows, 0)]
+    def ends(self, params: Any, stream: Any, at: Int32[Array, " ending"]) -> Float[Array, "ending hidden"]:
+        """Final hidden states of the tokens at flat index `at`."""
+        return self.rebuild(params).hidden(stream)[at]
 
     def sample(
         self,

@@ -31,23 +31,33 @@ class _Programs:
 
     begin: Any
     segments: list[Any]
-    ends: Any
+    ends: dict[int, Any]
     score: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
-    """A step on its way: what was asked, and arrays that will hold the answer."""
+    """A step on its way: what was asked, and arrays that will hold the answer.
+
+    Attributes:
+        stream: Of the last layer, for prompt scores.
+        ending: Rows that sample, in the order of `sampled`; the rest of `sampled` is padding.
+        sampled: None when no row samples.
+    """
 
     plan: StepPlan
     bucket: Bucket
     stream: Any
-    sampled: Sampled
+    ending: list[int]
+    sampled: Sampled | None
     started_s: float
 
-    def wait(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Sampled ids of each row; blocks until they are there."""
-        return np.asarray(self.sampled.token_ids)
+    def wait(self) -> list[int]:
+        """Sampled ids of the rows in `ending`, in that order; blocks until they are there."""
+        if self.sampled is None:
+            jax.block_until_ready(self.stream)
+            return []
+        return np.asarray(self.sampled.token_ids)[: len(self.ending)].tolist()
 
 
 class ModelRunner:
@@ -66,6 +76,7 @@ class ModelRunner:
         self._max_blocks, self._threads = max_blocks, threads
         self._compiled: dict[Bucket, _Programs] = {}
         self._sample: dict[int, Any] = {}
+        self._row_sizes: list[int] = []
         self._begin: Any = None
 
     @property
@@ -75,26 +86,26 @@ class ModelRunner:
 
     def compile(self, shapes: tuple[Bucket, ...], advance: Callable[[int], None]) -> None:
         """Serve steps of these shapes, from small to large: compile what is missing, `threads` at a time. `advance` hears of each."""
-        rows = sorted({b.rows for b in shapes} - self._sample.keys())
+        self._shapes = shapes
+        self._row_sizes = sorted({b.rows for b in shapes})
         jobs: list[Callable[[], None]] = [
-            functools.partial(self._compile_sample, next(b for b in shapes if b.rows == r)) for r in rows
+            functools.partial(self._compile_sample, rows) for rows in self._row_sizes if rows not in self._sample
         ]
         jobs += [functools.partial(self._compile_bucket, b) for b in reversed(shapes) if b not in self._compiled]
         with concurrent.futures.ThreadPoolExecutor(self._threads) as pool:
             for done in concurrent.futures.as_completed([pool.submit(job) for job in jobs]):
                 done.result()
                 advance(1)
-        self._shapes = shapes
 
     def _compile_bucket(self, shape: Bucket) -> None:
         step = self._abstract_input(shape)
         state, programs, params = self._state, self._programs, self._params
         stream, batches = jax.eval_shape(programs.begin, params, state.last_token, step)
-        targets = jax.ShapeDtypeStruct((SCORED_TOKENS,), jnp.int32)
+        targets = _ints(SCORED_TOKENS)
         self._compiled[shape] = _Programs(
             begin=jax.jit(programs.begin).lower(params, state.last_token, step).compile(),
             segments=self._compile_segments(stream, batches),
-            ends=jax.jit(programs.ends).lower(params, stream, step).compile(),
+            ends={n: jax.jit(programs.ends).lower(params, stream, _ints(n)).compile() for n in self._row_sizes if n <= shape.rows},
             score=jax.jit(programs.score).lower(params, stream, targets, targets).compile(),
         )
 
@@ -111,14 +122,13 @@ class ModelRunner:
             answer.append(shared[key])
         return answer
 
-    def _compile_sample(self, shape: Bucket) -> None:
+    def _compile_sample(self, rows: int) -> None:
         programs, params, state = self._programs, self._params, self._state
-        step = self._abstract_input(shape)
+        step = self._abstract_input(self._shapes[-1])
         stream, _ = jax.eval_shape(programs.begin, params, state.last_token, step)
-        hidden = jax.eval_shape(programs.ends, params, stream, step)
+        hidden = jax.eval_shape(programs.ends, params, stream, _ints(rows))
         sample = jax.jit(programs.sample, donate_argnums=(1, 2))
-        ids = step.sequence
-        self._sample[shape.rows] = sample.lower(params, state.sampler, state.last_token, hidden, ids, ids).compile()
+        self._sample[rows] = sample.lower(params, state.sampler, state.last_token, hidden, _ints(rows), _ints(rows)).compile()
 
     def compile_begin(self, arrivals: SamplingArrivals) -> None:
         """Compile the taking in of new sequences."""
@@ -186,15 +196,21 @@ class ModelRunner:
         step = _cut(plan, bucket)
         compiled = self._compiled[bucket]
         stream = self._run_layers(compiled, step)
+        ending = np.flatnonzero(step.sample_rows >= 0).tolist()
+        sampled = self._sample_rows(compiled, stream, step, ending) if ending else None
+        return Dispatched(plan, bucket, stream, ending, sampled, started_s)
+
+    def _sample_rows(self, compiled: _Programs, stream: Any, step: StepInput, ending: list[int]) -> Sampled:
+        """Sample the rows that end here and no others: a score of the whole vocabulary is dear on a CPU."""
+        size = next(n for n in self._row_sizes if n >= len(ending))
+        at, sequence = np.zeros(size, np.int32), np.full(size, -1, np.int32)
+        at[: len(ending)], sequence[: len(ending)] = step.sample_rows[ending], step.sequence[ending]
+        position = step.positions[at] + np.int32(1)
         state = self._state
-        samples = step.sample_rows >= 0
-        sequence = np.where(samples, step.sequence, -1).astype(np.int32)
-        position = step.positions[np.maximum(step.sample_rows, 0)] + np.int32(1)
-        hidden = compiled.ends(self._params, stream, step)
-        sample = self._sample[bucket.rows]
-        sampler, last, sampled = sample(self._params, state.sampler, state.last_token, hidden, sequence, position)
+        hidden = compiled.ends[size](self._params, stream, at)
+        sampler, last, sampled = self._sample[size](self._params, state.sampler, state.last_token, hidden, sequence, position)
         self._state = DeviceState(state.kv, sampler, last)
-        return Dispatched(plan, bucket, stream, sampled, started_s)
+        return sampled
 
     def score(self, dispatched: Dispatched, at: list[int], targets: list[int]) -> list[tuple[Any, Any, Any, Any]]:
         """Start scoring prompt tokens of a step: arrays of `SCORED_TOKENS` entries, the last ones padding."""
@@ -225,6 +241,10 @@ def _cut(plan: StepPlan, bucket: Bucket) -> StepInput:
         num_single=np.asarray(plan.num_single, np.int32),
         num_rows=np.asarray(plan.num_rows, np.int32),
     )
+
+
+def _ints(size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), jnp.int32)
 
 
 def _fit(x: Any, size: int, fill: int, axis: int = 0) -> Any:

@@ -16,7 +16,7 @@ PROBE_TOKENS: Final = (32, 128)
 """Steps timed at start on a CPU."""
 CPU_STEP_S: Final = 0.25
 """A full step on a CPU should take no longer."""
-CPU_BUDGETS: Final = (64, 128, 256, 512)
+CPU_BUDGETS: Final = (128, 256, 512)
 CPU_POOL_BYTES: Final = 4 * 2**30
 ROW_LANES: Final = 8
 """Rows are padded to a multiple of this."""
@@ -97,13 +97,16 @@ def pick(shapes: tuple[Bucket, ...], num_tokens: int, num_rows: int) -> Bucket:
     return next(b for b in shapes if b.tokens >= num_tokens and b.rows >= num_rows)
 
 
-def cpu_budget(small_s: float, large_s: float) -> tuple[int, str]:
-    """The token budget of a CPU and why, from the times of steps of `PROBE_TOKENS` tokens, taken as a straight line."""
+def cpu_budget(small_s: float, large_s: float, max_num_seqs: int) -> tuple[int, str]:
+    """The token budget of a CPU and why, from the times of steps of `PROBE_TOKENS` tokens, taken as a straight line.
+
+    However slow the CPU, a full batch of single tokens leaves as many tokens again for prompts.
+    """
     small, large = PROBE_TOKENS
     per_token_s = max((large_s - small_s) / (large - small), 1e-9)
     base_s = max(small_s - small * per_token_s, 0.0)
     fits = [b for b in CPU_BUDGETS if base_s + b * per_token_s <= CPU_STEP_S]
-    budget = max(fits, default=CPU_BUDGETS[0])
+    budget = max([CPU_BUDGETS[0], 2 * max_num_seqs, *fits])
     return (
         budget,
         f"timed: {base_s * 1e3:.0f} ms + {per_token_s * 1e3:.2f} ms a token, a full step should take {CPU_STEP_S * 1e3:.0f} ms",
