@@ -148,6 +148,24 @@ def test_bad_sampling_is_refused_before_the_step_loop(llm, sampling, message):
         llm.generate([1, 2], SamplingParams(**sampling))
 
 
+def test_the_largest_legal_numbers_are_served(llm):
+    big = SamplingParams(
+        max_tokens=3,
+        min_tokens=2**31 - 1,
+        top_k=2**31 - 1,
+        seed=-(2**63),
+        temperature=1e30,
+        repetition_penalty=1e30,
+        logit_bias={0: -100.0},
+    )
+    llm.core.check([request("big", [1, 2], big, priority=-(2**80))])
+    llm.core.add(request("big", [1, 2], big, priority=-(2**80)))
+    tokens = []
+    while llm.core.has_work:
+        tokens += [t for o in llm.core.turn() for t in o.token_ids]
+    assert len(tokens) == 3
+
+
 @pytest.mark.parametrize("prompt", [[-1], [97], [10**6], [2**40], []])
 def test_bad_prompts_are_refused_and_leave_later_ones_untouched(llm, prompt):
     before = llm.generate([1, 2, 3], GREEDY)[0].token_ids

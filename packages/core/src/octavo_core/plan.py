@@ -87,7 +87,7 @@ class StepPlan(NamedTuple):
         sample_rows: Flat index of the token whose output is sampled; −1: the row does not sample.
         copies: Blocks to copy before the step, (from, to); −1 pads.
         sequence: Sequence of each row; −1 pads.
-        cached_len: Tokens the row's sequence found in the cache when it was last admitted.
+        cached_len: Tokens the row's sequence found in the cache when it was first admitted.
         num_tokens, num_rows, num_single: Live tokens, live rows, rows with exactly one new token (they come first).
         preempted: Sequence that gave up its blocks in this step, or −1.
         num_running, num_waiting: Sequences in each state after planning.

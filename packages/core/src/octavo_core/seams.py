@@ -66,7 +66,8 @@ class PrefixCache(Protocol[C]):
         """Make the full blocks below `upto` tokens findable.
 
         Where an equal prefix is cached already the sequence's own block is given back and its table points at the cached
-        one. Bounded work per call: what is left is committed by later calls. Answers the block table of every sequence.
+        one; a block given back may be handed out at once, so device steps must run in the order they were planned in. Bounded
+        work per call: what is left is committed by later calls. Answers the block table of every sequence.
         """
 
     def release(self, cache: C, done: Bool[Array, " sequences"]) -> tuple[C, CacheEvents]:
@@ -122,7 +123,7 @@ class AttentionBackend(Protocol[KV]):
         v: Float[Array, "tokens kv_heads head_dim"],
         slot_mapping: Int32[Array, " tokens"],
     ) -> KV:
-        """Store K and V of the step's tokens; slot −1 stores nothing. `layer` counts within the group."""
+        """Store K and V of the step's tokens; slot −1, or one beyond the pool, stores nothing. `layer` counts within the group."""
 
     def attend(
         self, kv: KV, layer: int, q: Float[Array, "tokens q_heads head_dim"], batch: AttentionBatch, *, scale: float

@@ -88,11 +88,11 @@ class AsyncEngine:
                 self._post(request.request_id)
 
     def _submit(self, request: EngineRequest) -> _Stream:
-        if self._error is not None:
-            raise EngineDeadError(self._error)
-        if request.request_id in self._streams:
-            raise RequestError(f"request id '{request.request_id}' is in use; ids of live requests are unique")
         with self._lock:
+            if self._error is not None:
+                raise EngineDeadError(self._error)
+            if request.request_id in self._streams:
+                raise RequestError(f"request id '{request.request_id}' is in use; ids of live requests are unique")
             queued = sum(isinstance(item, EngineRequest) for item in self._inbox)
             self._core.check([request], also_waiting=queued)
             stream = self._streams[request.request_id] = _Stream()
@@ -138,8 +138,7 @@ class AsyncEngine:
             self._fail("the engine is shutting down")
         except Exception as error:
             logger.exception("the step loop ended")
-            self._error = f"the step loop ended: {type(error).__name__}: {error}"
-            self._fail(self._error)
+            self._fail(f"the step loop ended: {type(error).__name__}: {error}")
 
     def _read_inbox(self) -> None:
         while self._inbox:
@@ -150,10 +149,11 @@ class AsyncEngine:
                 self._core.abort(item)
 
     def _fail(self, reason: str) -> None:
-        waiting = [item for item in self._inbox if isinstance(item, EngineRequest)]
-        self._inbox.clear()
-        unheard = [EngineOutput(request_id=r.request_id, finish_reason=FinishReason.ERROR, error=reason) for r in waiting]
-        self._deliver(self._core.fail_all(reason) + unheard)
+        """End every stream with an error, whatever state the core is in, and take no more."""
+        with self._lock:
+            self._error = reason
+            names = list(self._streams)
+        self._deliver([EngineOutput(request_id=name, finish_reason=FinishReason.ERROR, error=reason) for name in names])
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, EngineOutput]]] = {}

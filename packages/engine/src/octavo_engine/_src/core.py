@@ -157,12 +157,6 @@ class EngineCore:
         if sequence is not None:
             self._end(sequence, sequence.end(FinishReason.ABORT))
 
-    def fail_all(self, error: str) -> list[EngineOutput]:
-        """End every request because the engine cannot go on."""
-        for sequence in list(self._live.values()):
-            self._end(sequence, sequence.end(FinishReason.ERROR, error))
-        return self._drain()
-
     @property
     def has_work(self) -> bool:
         """A turn would do something."""

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from octavo_core.errors import OverloadedError
 from octavo_core.plan import Arrivals, SamplingArrivals
 from octavo_engine._src.sequence import Sequence
+
+INT32_MAX: Final = 2**31 - 1
 
 
 class Queue:
@@ -79,8 +81,8 @@ def fill_arrivals(empty: Arrivals, sequences: list[Sequence], *, use_prefix: boo
         empty.prompt_len[i] = sequence.prompt_len  # type: ignore[index]
         empty.limit_len[i] = sequence.limit_len  # type: ignore[index]
         empty.namespace[i] = np.frombuffer(request.namespace, np.uint32)  # type: ignore[index]
-        empty.priority[i] = np.clip(request.priority, -(2**31), 2**31 - 1)  # type: ignore[index]
-        empty.order[i] = sequence.order  # type: ignore[index]
+        empty.priority[i] = max(-INT32_MAX, min(request.priority, INT32_MAX))  # type: ignore[index]
+        empty.order[i] = sequence.order & INT32_MAX  # type: ignore[index]
         empty.use_prefix[i] = use_prefix and not sequence.wants_prompt_scores  # type: ignore[index]
     return empty
 
@@ -102,6 +104,6 @@ def fill_sampling(empty: Any, sequences: list[Sequence]) -> SamplingArrivals:
         stops = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else sequence.eos_token_ids)})
         empty.stop_ids[i] = -1
         empty.stop_ids[i, : len(stops)] = stops
-        empty.min_len[i] = sequence.prompt_len + sampling.min_tokens
+        empty.min_len[i] = min(sequence.prompt_len + sampling.min_tokens, INT32_MAX)
         empty.num_logprobs[i] = -1 if sampling.logprobs is None else sampling.logprobs
     return empty
