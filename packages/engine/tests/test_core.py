@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo_core.errors import ContextLengthError, OverloadedError, RequestError
+from octavo_core.errors import ContextLengthError, EngineDeadError, OverloadedError, RequestError
 from octavo_core.records import RequestRecord, StepRecord, read_log
 from octavo_core.wire import EngineRequest, FinishReason, SamplingParams
 
@@ -72,6 +72,40 @@ def test_prompt_scores_are_the_same_cold_cached_and_after_a_plain_request(llm):
     assert len(after) == 34
 
 
+def test_a_prompt_of_one_token_has_one_absent_score(llm):
+    scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    assert llm.generate([5], scored)[0].prompt_logprobs == [None]
+
+
+def test_a_batch_larger_than_a_servers_queue_is_run(llm):
+    assert len(llm.generate([[1]] * 1100, SamplingParams(temperature=0.0, max_tokens=1))) == 1100
+
+
+def test_an_interrupted_step_ends_the_llm_rather_than_risk_a_wrong_token(make_llm, monkeypatch):
+    broken = make_llm(max_num_seqs=4, max_num_batched_tokens=16)
+    with monkeypatch.context() as patch:
+        patch.setattr(broken.core._runner, "dispatch", lambda plan: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            broken.generate([1, 2, 3], GREEDY)
+    with pytest.raises(EngineDeadError, match="make a new LLM"):
+        broken.generate([1, 2, 3], GREEDY)
+
+
+def test_a_full_disk_ends_the_log_and_not_the_engine(make_llm):
+    logged = make_llm(step_log="/dev/full", request_log="/dev/full", max_num_seqs=4, max_num_batched_tokens=16)
+    for _ in range(20):
+        assert len(logged.generate([[1] * 30], GREEDY)[0].token_ids) == 12
+        logged._built.logs.flush()
+
+
+def test_the_engines_seed_repeats_unseeded_samples(make_llm):
+    sampling = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    first, second = (
+        make_llm(seed=7, max_num_seqs=4, max_num_batched_tokens=16).generate([1, 2], sampling)[0].token_ids for _ in range(2)
+    )
+    assert first == second
+
+
 def test_penalties_break_a_repetition(llm):
     forced = SamplingParams(
         temperature=0.0, max_tokens=30, ignore_eos=True, logit_bias={50: 100.0, 51: 95.0}, frequency_penalty=2.0
@@ -138,6 +172,8 @@ def test_a_prompt_larger_than_the_pool_is_refused_at_once_and_the_next_is_served
         ({"logit_bias": {-1: 5.0}}, "token ids are 0 to 96"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
+        ({"max_tokens": 10**400}, "a much larger number"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
         ({"logprobs": 21}, "logprobs is 0 to 20"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop_token_ids": (97,)}, "token ids"),
@@ -155,7 +191,7 @@ def test_the_largest_legal_numbers_are_served(llm):
         top_k=2**31 - 1,
         seed=-(2**63),
         temperature=1e30,
-        repetition_penalty=1e30,
+        repetition_penalty=100.0,
         logit_bias={0: -100.0},
     )
     llm.core.check([request("big", [1, 2], big, priority=-(2**80))])
@@ -176,6 +212,7 @@ def test_bad_prompts_are_refused_and_leave_later_ones_untouched(llm, prompt):
 
 def test_a_full_queue_refuses_with_numbers(make_llm):
     small = make_llm(max_num_queued_reqs=3, max_num_seqs=1, max_num_batched_tokens=16)
+    small.core._queue._max_requests = 3
     with pytest.raises(OverloadedError, match="the queue holds 3"):
         small.core.check([request(f"r{i}", [1]) for i in range(4)])
     small.core.check([request(f"r{i}", [1]) for i in range(3)])

@@ -10,7 +10,7 @@ import shutil
 import sys
 
 from octavo_core.config import add_arguments, from_namespace
-from octavo_core.errors import OctavoError
+from octavo_core.errors import OctavoError, RequestError
 from octavo_engine.config import EngineConfig
 
 
@@ -35,6 +35,8 @@ class Generate:
         from octavo_engine._src.offline import LLM
 
         prompts = options.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+        if not prompts:
+            raise RequestError("nothing to complete: give a prompt, or lines on standard input")
         config = from_namespace(EngineConfig, options)
         llm = LLM.from_config(config)
         given = {k: getattr(options, k) for k in ("temperature", "top_p") if getattr(options, k) is not None}
@@ -104,7 +106,7 @@ def _cache() -> str:
     folder = compiled_programs_folder(None)
     if folder is None:
         return "compiled programs are not kept"
-    free = shutil.disk_usage(folder if folder.exists() else folder.anchor).free
+    free = shutil.disk_usage(folder if folder.exists() else folder.absolute().anchor).free
     return f"compiled programs are kept in {folder}, {free / 2**30:.0f} GiB free"
 
 

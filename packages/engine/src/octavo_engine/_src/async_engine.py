@@ -93,7 +93,8 @@ class AsyncEngine:
                 raise EngineDeadError(self._error)
             if request.request_id in self._streams:
                 raise RequestError(f"request id '{request.request_id}' is in use; ids of live requests are unique")
-            queued = sum(isinstance(item, EngineRequest) for item in self._inbox)
+            # One C call: the loop thread takes from the inbox meanwhile.
+            queued = [item for item in tuple(self._inbox) if isinstance(item, EngineRequest)]
             self._core.check([request], also_waiting=queued)
             stream = self._streams[request.request_id] = _Stream()
             self._inbox.append(request)
@@ -159,7 +160,7 @@ class AsyncEngine:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, EngineOutput]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is not None:
+            if stream is not None and not stream.loop.is_closed():
                 by_loop.setdefault(stream.loop, []).append((stream, output))
         for loop, batch in by_loop.items():
             try:

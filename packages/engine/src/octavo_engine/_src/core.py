@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import secrets
+import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -115,12 +115,13 @@ class EngineCore:
         self._outbox: list[EngineOutput] = []
         self._started_s = time.monotonic()
         self._eos = frozenset(card.eos_token_ids)
+        self._seeds = random.Random(config.seed or None)
         self._count = dict.fromkeys(("steps", "prompt", "generated", "queries", "hits", "preemptions"), 0)
         self._gauges = {"running": 0, "free": planner.spec.num_blocks[0] - 1, "evictable": 0}
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
-    def check(self, requests: list[EngineRequest], *, also_waiting: int = 0) -> None:
+    def check(self, requests: list[EngineRequest], *, also_waiting: list[EngineRequest] | None = None) -> None:
         """Refuse requests that cannot be served, together: either all could be added or none. May be called from any thread.
 
         Args:
@@ -133,7 +134,8 @@ class EngineCore:
         """
         for request in requests:
             check_request(request, self.card)
-        self._queue.check_room((len(r.prompt_ids) for r in requests), self._waiting_in_plan + also_waiting)
+        ahead = [len(r.prompt_ids) for r in also_waiting or ()]
+        self._queue.check_room([len(r.prompt_ids) for r in requests], self._waiting_in_plan + len(ahead), sum(ahead))
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that `check` passed."""
@@ -143,7 +145,7 @@ class EngineCore:
             request=request,
             order=self._order,
             limit_len=len(request.prompt_ids) + (most if sampling.max_tokens is None else min(sampling.max_tokens, most)),
-            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1),
+            seed=self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1),
             eos_token_ids=self._eos,
             arrival_s=request.arrival_s or time.monotonic(),
         )

@@ -6,7 +6,6 @@ Knows policy order and bounds; knows no device and no plan.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -36,17 +35,16 @@ class Queue:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def check_room(self, prompt_lens: Iterable[int], also_waiting: int) -> None:
-        """Refuse newcomers beyond the bounds; `also_waiting` sequences wait elsewhere.
+    def check_room(self, prompt_lens: list[int], also_waiting: int, also_tokens: int = 0) -> None:
+        """Refuse newcomers beyond the bounds; `also_waiting` sequences with `also_tokens` prompt tokens wait elsewhere.
 
         Raises:
             OverloadedError: The queue is full.
         """
-        lens = list(prompt_lens)
-        waiting, tokens = len(self._heap) + also_waiting, self._tokens
-        if self._max_requests and waiting + len(lens) > self._max_requests:
+        waiting, tokens = len(self._heap) + also_waiting, self._tokens + also_tokens
+        if self._max_requests and waiting + len(prompt_lens) > self._max_requests:
             raise OverloadedError(f"{waiting} sequences are waiting, the queue holds {self._max_requests}; try again later")
-        if self._max_tokens and self._heap and tokens + sum(lens) > self._max_tokens:
+        if self._max_tokens and waiting and tokens + sum(prompt_lens) > self._max_tokens:
             raise OverloadedError(f"{tokens} prompt tokens are waiting, the queue holds {self._max_tokens}; try again later")
 
     def push(self, sequence: Sequence) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from typing import IO
 
 import msgspec
@@ -9,6 +11,8 @@ import msgspec
 from octavo_core.errors import ConfigError
 from octavo_core.records import RequestRecord, StepRecord
 from octavo_engine._src.sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 
 class Logs:
@@ -33,8 +37,7 @@ class Logs:
 
     def step(self, record: StepRecord) -> None:
         """Append a step."""
-        if self._steps is not None:
-            self._steps.write(self._encoder.encode(record) + b"\n")
+        self._steps = self._append(self._steps, record)
 
     def request(self, sequence: Sequence, origin_s: float, now_s: float) -> None:
         """Append a finished sequence; times count from `origin_s`."""
@@ -53,19 +56,32 @@ class Logs:
             preemptions=sequence.preemptions,
             finish_reason=str(sequence.finish),
         )
-        self._requests.write(self._encoder.encode(record) + b"\n")
+        self._requests = self._append(self._requests, record)
+
+    def _append(self, file: IO[bytes] | None, record: StepRecord | RequestRecord) -> IO[bytes] | None:
+        """The file to go on with: none once the disk refuses. A log is no reason to stop serving."""
+        if file is None:
+            return None
+        try:
+            file.write(self._encoder.encode(record) + b"\n")
+        except OSError as error:
+            logger.warning("a log ends here: %s", error)
+            return None
+        return file
 
     def flush(self) -> None:
         """Hand everything to the operating system."""
         for file in (self._steps, self._requests):
             if file is not None:
-                file.flush()
+                with contextlib.suppress(OSError):
+                    file.flush()
 
     def close(self) -> None:
         """Flush and close."""
         for file in (self._steps, self._requests):
             if file is not None:
-                file.close()
+                with contextlib.suppress(OSError):
+                    file.close()
 
 
 def _open(flag: str, path: str | None) -> IO[bytes] | None:

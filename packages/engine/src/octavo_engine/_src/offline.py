@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo_core.config import from_mapping
-from octavo_core.errors import RequestError
+from octavo_core.errors import EngineDeadError, RequestError
 from octavo_core.keys import namespace_of
 from octavo_core.wire import EngineOutput, EngineRequest, FinishReason, SamplingParams, TokenLogprobs
 from octavo_engine._src.compose import build
@@ -72,7 +72,9 @@ class LLM:
         return llm
 
     def _open(self, config: EngineConfig) -> None:
-        self._built = build(config)
+        # The bounds of a server's queue are not meant for a batch that is all there is.
+        self._built = build(dataclasses.replace(config, max_num_queued_reqs=0, max_num_queued_tokens=0))
+        self._error: str | None = None
         self.core = self._built.core
         self.card = self._built.card
         text = None if config.skip_tokenizer_init else load_text(self.card.root)
@@ -85,7 +87,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         use_progress: bool = False,
     ) -> list[Completion]:
         """Complete prompts, as text or token ids, in one batch.
@@ -98,7 +100,11 @@ class LLM:
 
         Raises:
             RequestError: For a prompt or parameter that cannot be served; nothing has been run then.
+            EngineDeadError: An earlier call was interrupted amid a step.
         """
+        if self._error is not None:
+            raise EngineDeadError(self._error)
+        stop = [stop] if isinstance(stop, str) else stop
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         batch: list[Any] = [prompts] if one else list(prompts)
         jobs = [self._job(p, sampling or self.default_sampling(), stop) for p in batch]
@@ -145,7 +151,7 @@ class LLM:
     def _run(self, jobs: list[_Job], advance: Any) -> None:
         by_id = {job.request.request_id: job for job in jobs}
         while self.core.has_work:
-            for output in self.core.turn():
+            for output in self._turn():
                 job = by_id.get(output.request_id)
                 if job is None:
                     continue
@@ -154,6 +160,14 @@ class LLM:
                 if job.completion.finish_reason is not None:
                     del by_id[output.request_id]
                     advance(1)
+
+    def _turn(self) -> list[EngineOutput]:
+        """A turn that was interrupted leaves plan and device apart: what comes after it could be wrong, so nothing does."""
+        try:
+            return self.core.turn()
+        except BaseException as error:
+            self._error = f"a step was interrupted by {type(error).__name__}; make a new LLM"
+            raise
 
     def close(self) -> None:
         """End the engine's logs."""

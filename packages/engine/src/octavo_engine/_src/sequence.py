@@ -58,7 +58,7 @@ class Sequence:
             request_id=self.request.request_id,
             token_ids=[token],
             logprobs=None if score is None else [score],
-            prompt_logprobs=self.prompt_scores if wants_scores else None,
+            prompt_logprobs=(self.prompt_scores or [None]) if wants_scores else None,
             finish_reason=self.finish,
             stop_token_id=token if self.finish is FinishReason.STOP else None,
             num_cached_tokens=self.cached_len,

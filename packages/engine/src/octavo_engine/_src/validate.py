@@ -56,11 +56,11 @@ def _check_sampling(sampling: SamplingParams, card: ModelCard) -> None:
     _in_range("min_p", sampling.min_p, 0, 1)
     _in_range("presence_penalty", sampling.presence_penalty, -2, 2)
     _in_range("frequency_penalty", sampling.frequency_penalty, -2, 2)
-    _in_range("repetition_penalty", sampling.repetition_penalty, 0, math.inf)
+    _in_range("repetition_penalty", sampling.repetition_penalty, 0.01, 100)
     _in_range("top_k", sampling.top_k, -1, 2**31 - 1)
     _in_range("min_tokens", sampling.min_tokens, 0, 2**31 - 1)
-    if sampling.top_p == 0 or sampling.repetition_penalty == 0:
-        raise RequestError("top_p and repetition_penalty are above 0")
+    if sampling.top_p == 0:
+        raise RequestError("top_p is above 0, got 0", param="top_p")
     if sampling.max_tokens is not None:
         _in_range("max_tokens", sampling.max_tokens, 1, 2**31 - 1)
     for name in ("logprobs", "prompt_logprobs"):
@@ -74,9 +74,10 @@ def _check_sampling(sampling: SamplingParams, card: ModelCard) -> None:
 
 
 def _in_range(name: str, value: float | int, low: float | int, high: float | int) -> None:
-    if not (low <= value <= high and math.isfinite(value)):
-        wanted = f"at least {low:g}" if math.isinf(high) else f"{low:g} to {high:g}"
-        raise RequestError(f"{name} is {wanted}, got {value:g}", param=name)
+    if not low <= value <= high or (isinstance(value, float) and not math.isfinite(value)):
+        wanted = f"at least {low}" if math.isinf(high) else f"{low} to {high}"
+        shown = f"{value}" if isinstance(value, float) or abs(value) < 10**30 else "a much larger number"
+        raise RequestError(f"{name} is {wanted}, got {shown}", param=name)
 
 
 def _check_ids(name: str, ids: dict[int, float] | tuple[int, ...], most: int, card: ModelCard) -> None:
