@@ -13,8 +13,8 @@ from octavo_core.errors import RequestError, nearest_name
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
-MAX_BIASES = 1024
-MAX_STOP_TOKENS = 128
+MAX_BIASES = 300
+MAX_STOP_TOKENS = 32
 MAX_CHOICES = 128
 PRIORITY_LIMIT = 1000
 _TINY_TOP_P = 1e-9
@@ -152,7 +152,7 @@ class Generation(Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: Biases = {}
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
     stop: Stops = []

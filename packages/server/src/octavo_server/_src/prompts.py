@@ -35,8 +35,8 @@ async def completion_prompts(state: ServerState, served: Served, value: Any, *, 
             text = served.require_text()
             ids = await off_loop(state, text.encode, one, add_special_tokens=add_special_tokens)
         else:
-            check_length(len(one), None, served.card)
             ids = one
+        check_length(len(ids), None, served.card)
         check_ids(ids, served.card)
         prompts.append(Prompt(ids, one if isinstance(one, str) else None))
     return prompts

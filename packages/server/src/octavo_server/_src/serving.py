@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import signal
@@ -131,7 +132,8 @@ class _Serving:
         text = None if tokenizer is None else Text(tokenizer, template, engine.card.max_model_len)
         self._state.become_ready(engine, engine.card, text)  # type: ignore[arg-type]
         if announce is not None:
-            announce(url_of(self._config.host, self._sock.getsockname()[1]), engine)
+            with contextlib.suppress(OSError):  # nobody reads standard output any more: not a reason to stop serving
+                announce(url_of(self._config.host, self._sock.getsockname()[1]), engine)
 
     def _drain(self) -> None:
         asyncio.get_running_loop().call_later(self._config.shutdown_timeout, lambda: asyncio.ensure_future(self._state.abort_all()))
