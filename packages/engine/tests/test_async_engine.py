@@ -9,6 +9,8 @@ from octavo_core.testing.engine import ENGINE_CHECKS
 from octavo_core.wire import EngineRequest, FinishReason, SamplingParams
 from octavo_engine import AsyncEngine, EngineConfig
 
+pytestmark = pytest.mark.slow
+
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
 

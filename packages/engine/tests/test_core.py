@@ -6,6 +6,8 @@ from octavo_core.errors import ContextLengthError, EngineDeadError, OverloadedEr
 from octavo_core.records import RequestRecord, StepRecord, read_log
 from octavo_core.wire import EngineRequest, FinishReason, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 

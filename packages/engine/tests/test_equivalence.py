@@ -5,6 +5,8 @@ import pytest
 
 from octavo_core.wire import EngineRequest, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 

@@ -8,6 +8,8 @@ import pytest
 from octavo_core.testing import attention
 from octavo_kernels import BACKENDS, ReferenceAttention, attention_backend
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("case", attention.CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", BACKENDS)

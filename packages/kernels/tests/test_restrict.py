@@ -16,6 +16,8 @@ from octavo_kernels._src.cut import everything, keep
 from octavo_kernels._src.restrict import find_cut, nearest
 from octavo_kernels._src.vocab import to_lanes
 
+pytestmark = pytest.mark.slow
+
 ROWS = 4
 SIZES = (5, 1000, 20_000)
 

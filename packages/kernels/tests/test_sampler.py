@@ -13,6 +13,8 @@ from octavo_core.errors import ConfigError
 from octavo_core.testing import sampler as suite
 from octavo_kernels import RowSampler, score_tokens
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"an odd vocabulary": 301, "more lanes than are looked at": 71 * 128}
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from octavo_core.specs import CacheSpec
 from octavo_kvcache._src import keys
+
+pytestmark = pytest.mark.slow
 
 SPEC = CacheSpec(num_blocks=(10, 12), block_size=2, max_sequences=4, max_blocks=6)
 USABLE, MAX_COMMITS = SPEC.usable_blocks, 3

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo_core.testing.device import Stream
 from octavo_core.testing.scheduler import HostLoop, check_served
+
+pytestmark = pytest.mark.slow
 
 
 class Lockstep:
