@@ -45,6 +45,21 @@ def test_a_flag_is_cleared_by_every_spelling_of_false(form: list[str]) -> None:
     assert parse(*form).enable_prefix_caching is False
 
 
+def test_a_word_after_a_flag_is_its_value_only_if_it_is_a_truth_value() -> None:
+    from octavo_core.config import add_arguments, option
+
+    @dataclasses.dataclass(frozen=True)
+    class One:
+        quiet: bool = option(False, "q", group="g")
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?")
+    add_arguments(parser, One)
+    assert vars(parser.parse_args(["--quiet", "folder"])) == {"quiet": True, "model": "folder"}
+    assert vars(parser.parse_args(["--quiet", "false", "folder"])) == {"quiet": False, "model": "folder"}
+    assert vars(parser.parse_args(["folder", "--quiet"])) == {"quiet": True, "model": "folder"}
+
+
 def test_the_last_of_two_spellings_wins() -> None:
     assert parse("--eager", "--no-eager").eager is False
 

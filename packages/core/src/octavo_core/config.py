@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -83,7 +85,8 @@ def parse_int(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser, config: type[Any], *, skip: Sequence[str] = ()) -> None:
     """Offer every field of a config dataclass on a command line, under the headings its options name.
 
-    A boolean takes `--flag`, `--flag=true|false` and `--no-flag`. Options left out stay absent from the namespace
+    A boolean takes `--flag`, `--flag=true|false`, `--flag true|false` and `--no-flag`; no other word after it is its value, so
+    `--flag MODEL` is a flag and a model. Options left out stay absent from the namespace
     (`argparse.SUPPRESS`), so that `from_namespace` can tell a choice from a default.
     """
     hints = typing.get_type_hints(config)
@@ -94,6 +97,32 @@ def add_arguments(parser: argparse.ArgumentParser, config: type[Any], *, skip: S
         meta = field.metadata
         group = groups.get(meta["group"]) or groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
         _add_one(group, field, hints[field.name])
+    parser.parse_known_args = functools.partial(_parse_known_args, parser)  # type: ignore[method-assign,assignment]
+
+
+def _parse_known_args(
+    parser: argparse.ArgumentParser, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+) -> tuple[argparse.Namespace, list[str]]:
+    """argparse hands an optional value whatever word comes next; here only a word that is a truth value."""
+    flags = {name for action in parser._actions if action.type is parse_bool for name in action.option_strings}
+    words: list[str] = []
+    given = list(sys.argv[1:] if args is None else args)
+    for word in given:
+        if words and words[-1] in flags:
+            if _is_bool(word):
+                words[-1] += f"={word}"
+                continue
+            words[-1] += "=true"
+        words.append(word)
+    return argparse.ArgumentParser.parse_known_args(parser, words, namespace)
+
+
+def _is_bool(text: str) -> bool:
+    try:
+        parse_bool(text)
+    except argparse.ArgumentTypeError:
+        return False
+    return True
 
 
 def _add_one(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:

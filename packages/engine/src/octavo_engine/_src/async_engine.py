@@ -113,8 +113,11 @@ class AsyncEngine:
         """A reading of the step loop."""
         age = time.monotonic() - self._last_turn_s
         is_ready = self._error is None and not self._closing
+        reading = self._core.stats()
+        if self._error is not None:
+            reading = msgspec.structs.replace(reading, num_running=0, num_waiting=0, kv_usage=0.0)
         return msgspec.structs.replace(
-            self._core.stats(), is_ready=is_ready, error=self._error, last_step_age_s=age, recompiles=self._built.compiles.count
+            reading, is_ready=is_ready, error=self._error, last_step_age_s=age, recompiles=self._built.compiles.count
         )
 
     def close(self) -> None:

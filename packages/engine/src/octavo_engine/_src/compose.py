@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 from flax import nnx
 
+from octavo_core.errors import ConfigError
 from octavo_core.seams import Model
 from octavo_core.specs import CacheSpec, KVGroupSpec
 from octavo_core.wire import ModelCard
@@ -97,6 +98,7 @@ def build(config: EngineConfig) -> Built:
         max_logprobs=card.max_logprobs,
         layers_per_segment=1 if on_cpu else len(model.layers()),
     )
+    _check_room(spec, sizing.block_bytes(groups), card)
     state = DeviceState(
         kv=programs.init_kv(spec.num_blocks),
         sampler=sampler.init(spec.max_sequences, card.vocab_size),
@@ -178,6 +180,17 @@ def _size_cache(
     table.append(("sequences", str(seqs), "--max-num-seqs" if config.max_num_seqs else "default of this device"))
     max_blocks = math.ceil(max_len / config.block_size)
     return groups, CacheSpec((blocks,) * len(groups), config.block_size, seqs + min(seqs, WAITING_SLOTS), max_blocks)
+
+
+def _check_room(spec: CacheSpec, block_bytes: int, card: ModelCard) -> None:
+    """Refuse a pool and a sampler's state that memory cannot hold, before anything is allocated."""
+    pool, sampler = max(spec.num_blocks) * block_bytes, 3 * spec.max_sequences * card.vocab_size
+    free = free_bytes()
+    if pool + sampler > free:
+        raise ConfigError(
+            f"the KV pool takes {pool / 2**30:.1f} GiB and sampling for {spec.max_sequences} sequences {sampler / 2**30:.1f} GiB, but "
+            f"{free / 2**30:.1f} GiB are free; lower --kv-cache-memory-bytes, --num-gpu-blocks-override or --max-num-seqs"
+        )
 
 
 def free_bytes() -> int:
