@@ -174,7 +174,7 @@ def test_a_prompt_larger_than_the_pool_is_refused_at_once_and_the_next_is_served
         ({"logit_bias": {-1: 5.0}}, "token ids are 0 to 96"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
-        ({"max_tokens": 10**400}, "a much larger number"),
+        ({"min_tokens": 10**400}, "a much larger number"),
         ({"repetition_penalty": 1e-300}, "repetition_penalty"),
         ({"logprobs": 21}, "logprobs is 0 to 20"),
         ({"max_tokens": 0}, "max_tokens"),

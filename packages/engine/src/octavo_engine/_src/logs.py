@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import IO
 
 import msgspec
@@ -60,28 +61,31 @@ class Logs:
 
     def _append(self, file: IO[bytes] | None, record: StepRecord | RequestRecord) -> IO[bytes] | None:
         """The file to go on with: none once the disk refuses. A log is no reason to stop serving."""
-        if file is None:
-            return None
-        try:
-            file.write(self._encoder.encode(record) + b"\n")
-        except OSError as error:
-            logger.warning("a log ends here: %s", error)
-            return None
-        return file
+        return file and _attempt(file, lambda: file.write(self._encoder.encode(record) + b"\n"))
 
     def flush(self) -> None:
         """Hand everything to the operating system."""
-        for file in (self._steps, self._requests):
-            if file is not None:
-                with contextlib.suppress(OSError):
-                    file.flush()
+        self._steps = self._steps and _attempt(self._steps, self._steps.flush)
+        self._requests = self._requests and _attempt(self._requests, self._requests.flush)
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush and close; nothing is logged afterwards."""
         for file in (self._steps, self._requests):
             if file is not None:
-                with contextlib.suppress(OSError):
-                    file.close()
+                _attempt(file, file.close)
+        self._steps = self._requests = None
+
+
+def _attempt(file: IO[bytes], operation: Callable[[], object]) -> IO[bytes] | None:
+    """The file, or None when the operation failed; it is closed then, and what it still held is lost."""
+    try:
+        operation()
+    except OSError as error:
+        logger.warning("the log %s ends here: %s", file.name, error)
+        with contextlib.suppress(OSError):
+            file.close()
+        return None
+    return file
 
 
 def _open(flag: str, path: str | None) -> IO[bytes] | None:
