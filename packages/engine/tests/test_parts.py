@@ -14,8 +14,11 @@ from octavo_core.specs import KVGroupSpec
 from octavo_core.wire import EngineRequest, SamplingParams
 from octavo_engine import EngineConfig
 from octavo_engine._src import sizing
+from octavo_engine._src.device import tree_bytes
 from octavo_engine._src.intake import Queue
 from octavo_engine._src.sequence import Sequence
+from octavo_kernels import attention_backend
+from octavo_kvcache import memory
 
 
 @given(budget=st.integers(1, 9000), seqs=st.integers(1, 600), alone=st.booleans())
@@ -29,9 +32,17 @@ def test_every_step_the_scheduler_can_plan_has_a_shape(budget, seqs, alone):
         assert shape.rows >= min(tokens, seqs)
 
 
-def test_a_block_of_smollm2_has_the_bytes_of_the_formula():
-    group = KVGroupSpec("full", tuple(range(30)), 3, 64, "bfloat16", 32)
-    assert sizing.block_bytes((group,)) == 2 * 30 * 3 * 64 * 32 * 2
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_pool_an_attention_backend_allocates_has_the_bytes_it_is_sized_by(backend, dtype):
+    group = KVGroupSpec("full", tuple(range(30)), 3, 64, dtype, 32)
+    pool = attention_backend(backend, (group,)).backend.init_kv(group, 5)
+    assert tree_bytes(pool) == memory.pool_bytes((group,), (5,))
+
+
+@pytest.mark.parametrize(("asked", "on_cpu", "most"), [(7, True, 7), (0, True, 64), (0, False, 256), (300, False, 300)])
+def test_the_most_sequences_are_those_asked_for_or_the_devices_default(asked, on_cpu, most):
+    assert sizing.num_sequences(EngineConfig(max_num_seqs=asked), on_cpu=on_cpu)[0] == most
 
 
 @pytest.mark.parametrize(

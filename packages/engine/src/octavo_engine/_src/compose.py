@@ -32,7 +32,7 @@ from octavo_engine._src.runner import ModelRunner
 from octavo_engine._src.validate import MAX_BIAS, MAX_STOP
 from octavo_engine.config import EngineConfig
 from octavo_kernels import RowSampler, attention_backend
-from octavo_kvcache import BlockCache
+from octavo_kvcache import BlockCache, memory
 from octavo_models import load_model
 from octavo_models.checkpoints import Checkpoint, progress, resolve
 from octavo_scheduler import ChunkedScheduler, SchedulerConfig
@@ -84,7 +84,9 @@ def build(config: EngineConfig) -> Built:
     table.append(("dtype", dtype, why))
     table.append(("weights", f"{tree_bytes(nnx.state(model)) / 2**20:.0f} MiB", f"read in {time.monotonic() - started_s:.1f} s"))
 
-    groups, spec = _size_cache(config, checkpoint, model, dtype, on_cpu, table)
+    seqs, why_seqs = sizing.num_sequences(config, on_cpu=on_cpu)
+    groups, spec = _size_cache(config, checkpoint, model, dtype, seqs, on_cpu, table)
+    table.append(("sequences", str(seqs), why_seqs))
     chosen = attention_backend(config.attention_backend, groups)
     skipped = "; ".join(f"{p.name}: {p.reason}" for p in chosen.passed_over) or "first in order that can serve"
     table.append(("attention", chosen.name, skipped))
@@ -98,13 +100,13 @@ def build(config: EngineConfig) -> Built:
         max_logprobs=card.max_logprobs,
         layers_per_segment=1 if on_cpu else len(model.layers()),
     )
-    _check_room(spec, sizing.block_bytes(groups), card)
+    _check_room(spec, memory.pool_bytes(groups, spec.num_blocks), card)
     state = DeviceState(
         kv=programs.init_kv(spec.num_blocks),
         sampler=sampler.init(spec.max_sequences, card.vocab_size),
         last_token=jnp.zeros(spec.max_sequences, jnp.int32),
     )
-    runner, planner = _compile(config, programs, state, spec, sampler, on_cpu, table)
+    runner, planner = _compile(config, programs, state, spec, sampler, seqs, on_cpu, table)
     compiles = CompileCounter()
     template = jax.tree.map(np.array, sampler.empty_arrivals(spec.max_len))
     overlap: Overlap = "off" if config.async_scheduling is False else "beside" if on_cpu else "in flight"
@@ -159,11 +161,11 @@ def _dtype(config: EngineConfig, checkpoint: Checkpoint, on_cpu: bool) -> tuple[
 
 
 def _size_cache(
-    config: EngineConfig, checkpoint: Checkpoint, model: Model, dtype: str, on_cpu: bool, table: Table
+    config: EngineConfig, checkpoint: Checkpoint, model: Model, dtype: str, seqs: int, on_cpu: bool, table: Table
 ) -> tuple[tuple[KVGroupSpec, ...], CacheSpec]:
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     groups = model.kv_groups(block_size=config.block_size, dtype=kv_dtype)
-    each = sizing.block_bytes(groups)
+    each = sum(memory.block_bytes(group) for group in groups)
     blocks, why = sizing.num_blocks(config, each, free_bytes(), on_cpu=on_cpu)
     own_len = checkpoint.config.max_position_embeddings
     wanted = config.max_model_len or own_len
@@ -175,16 +177,14 @@ def _size_cache(
     )
     if wanted > own_len:
         table.append(("context warning", f"{wanted} > {own_len}", "longer than the model was made for"))
-    seqs = config.max_num_seqs or (64 if on_cpu else 256)
     table.append(("KV pool", f"{blocks} blocks of {config.block_size} tokens, {blocks * each / 2**20:.0f} MiB {kv_dtype}", why))
-    table.append(("sequences", str(seqs), "--max-num-seqs" if config.max_num_seqs else "default of this device"))
     max_blocks = math.ceil(max_len / config.block_size)
     return groups, CacheSpec((blocks,) * len(groups), config.block_size, seqs + min(seqs, WAITING_SLOTS), max_blocks)
 
 
-def _check_room(spec: CacheSpec, block_bytes: int, card: ModelCard) -> None:
-    """Refuse a pool and a sampler's state that memory cannot hold, before anything is allocated."""
-    pool, sampler = max(spec.num_blocks) * block_bytes, 3 * spec.max_sequences * card.vocab_size
+def _check_room(spec: CacheSpec, pool: int, card: ModelCard) -> None:
+    """Refuse a pool of so many bytes and a sampler's state that memory cannot hold, before anything is allocated."""
+    sampler = 3 * spec.max_sequences * card.vocab_size
     free = free_bytes()
     if pool + sampler > free:
         raise ConfigError(
@@ -233,11 +233,11 @@ def _compile(
     state: DeviceState,
     spec: CacheSpec,
     sampler: RowSampler,
+    seqs: int,
     on_cpu: bool,
     table: Table,
 ) -> tuple[ModelRunner, Planner]:
     start_s = time.monotonic()
-    seqs = config.max_num_seqs or (64 if on_cpu else 256)
     alone = on_cpu and programs.params[0].dtype == jnp.float32
     runner = ModelRunner(programs, state, max_blocks=spec.max_blocks)
     budget, why = config.max_num_batched_tokens, "--max-num-batched-tokens"

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-import numpy as np
-
 from octavo_core.errors import ConfigError
-from octavo_core.specs import KVGroupSpec
 from octavo_engine.config import EngineConfig
 
 MAX_BUCKETS: Final = 10
@@ -18,6 +15,8 @@ CPU_STEP_S: Final = 0.25
 """A full step on a CPU should take no longer."""
 CPU_BUDGETS: Final = (128, 256, 512)
 CPU_POOL_BYTES: Final = 4 * 2**30
+CPU_SEQUENCES: Final = 64
+DEVICE_SEQUENCES: Final = 256
 ROW_LANES: Final = 8
 """Rows are padded to a multiple of this."""
 
@@ -30,13 +29,11 @@ class Bucket:
     rows: int
 
 
-def block_bytes(groups: tuple[KVGroupSpec, ...]) -> int:
-    """Bytes of one block of every group: K and V of `block_size` tokens in all layers."""
-    return sum(2 * len(g.layers) * g.kv_heads * g.head_dim * g.block_size * _itemsize(g.dtype) for g in groups)
-
-
-def _itemsize(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+def num_sequences(config: EngineConfig, *, on_cpu: bool) -> tuple[int, str]:
+    """Most sequences in a step, and why that many."""
+    if config.max_num_seqs:
+        return config.max_num_seqs, "--max-num-seqs"
+    return (CPU_SEQUENCES if on_cpu else DEVICE_SEQUENCES), "default of this device"
 
 
 def num_blocks(config: EngineConfig, bytes_per_block: int, free_bytes: int, *, on_cpu: bool) -> tuple[int, str]:
@@ -44,7 +41,7 @@ def num_blocks(config: EngineConfig, bytes_per_block: int, free_bytes: int, *, o
 
     Args:
         config: The operator's wishes.
-        bytes_per_block: What `block_bytes` answered.
+        bytes_per_block: Of all KV groups together.
         free_bytes: Device memory that is free after the weights are loaded.
         on_cpu: The device shares memory with everything else: take a quarter of the share, at most `CPU_POOL_BYTES`.
 
