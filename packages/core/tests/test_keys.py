@@ -45,6 +45,14 @@ def test_a_key_depends_on_every_token_before_it(tokens: list[int], index: int) -
     assert not set(block_keys(tokens, bytes(8), 4)[index // 4 :]) & set(block_keys(changed, bytes(8), 4))
 
 
+@given(TOKENS, SIZES, st.data())
+def test_a_chain_goes_on_from_any_of_its_keys(tokens: list[int], size: int, data: st.DataObject) -> None:
+    whole = block_keys(tokens, bytes(8), size)
+    known = data.draw(st.integers(0, len(whole)))
+    parent = whole[known - 1] if known else None
+    assert whole[:known] + block_keys(tokens[known * size :], bytes(8), size, parent=parent) == whole
+
+
 PARTS = st.tuples(st.text(max_size=8), st.text(max_size=8), st.text(max_size=8))
 
 

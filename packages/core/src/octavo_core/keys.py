@@ -30,15 +30,16 @@ def namespace_of(tenant: str = "", cache_salt: str = "", adapter: str = "") -> b
     return hashlib.sha256(b"octavo-namespace" + framed).digest()[:NAMESPACE_BYTES]
 
 
-def block_keys(tokens: Sequence[int], namespace: bytes, block_size: int) -> list[bytes]:
+def block_keys(tokens: Sequence[int], namespace: bytes, block_size: int, *, parent: bytes | None = None) -> list[bytes]:
     """The 32-byte key of every full block of a token sequence; each names the block and all before it.
 
     Args:
-        tokens: Token ids from the start of the sequence.
+        tokens: Token ids from the start of the sequence, or from the end of the block `parent` names.
         namespace: What `namespace_of` answered.
         block_size: Tokens in a block.
+        parent: Key of the block before `tokens`, to continue a chain without its tokens.
     """
-    parent = hashlib.sha256(namespace).digest()
+    parent = hashlib.sha256(namespace).digest() if parent is None else parent
     keys = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
         block = struct.pack(f"<{block_size}i", *tokens[start : start + block_size])

@@ -7,6 +7,7 @@ from typing import Final
 
 from octavo_core.config import option
 from octavo_core.errors import ConfigError
+from octavo_engine._src import kv_events_config
 
 MODEL: Final = "model"
 CACHE: Final = "KV cache"
@@ -43,6 +44,9 @@ class EngineConfig:
     num_gpu_blocks_override: int = option(0, "KV blocks, whatever the memory", group=CACHE)
     kv_cache_dtype: str = option("auto", "Type of stored KV: auto (the model's), bfloat16, float32", group=CACHE)
     enable_prefix_caching: bool = option(True, "Reuse KV of equal prefixes", group=CACHE)
+    kv_events_config: str | None = option(
+        None, 'Publish KV events over ZeroMQ: JSON such as {"enable_kv_cache_events": true}', group=CACHE, metavar="JSON"
+    )
     cpu_offload_gb: float = option(0.0, "Not supported yet; must be 0", group=CACHE)
 
     max_num_seqs: int = option(0, "Most sequences in a step", group=SCHEDULING)
@@ -57,6 +61,9 @@ class EngineConfig:
     async_scheduling: bool = option(True, "Plan the next step while one runs", group=SCHEDULING)
 
     attention_backend: str = option("auto", "auto, xla, reference, or my.module:Class", group=BACKENDS)
+    prefix_cache: str | None = option(
+        None, "Another prefix cache, by dotted name; default: octavo_kvcache's", group=BACKENDS, metavar="MODULE:NAME"
+    )
     tensor_parallel_size: int = option(1, "Not supported yet beyond 1", group=BACKENDS, aliases=("-tp",))
     compilation_cache_dir: str | None = option(
         None, "Where compiled programs are kept; 'off' keeps none; default: ~/.cache/octavo/jax", group=BACKENDS
@@ -75,6 +82,7 @@ class EngineConfig:
             raise ConfigError(f"--max-logprobs is at least 0, or -1 for the whole vocabulary, got {self.max_logprobs}")
         if self.num_gpu_blocks_override == 1:
             raise ConfigError("--num-gpu-blocks-override is at least 2: one block is reserved")
+        kv_events_config.parse(self.kv_events_config)
         for name in _COUNTS:
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} is at least 0, got {getattr(self, name)}")
