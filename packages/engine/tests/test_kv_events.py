@@ -528,3 +528,4 @@ def test_a_publisher_that_fails_stops_no_request(make_llm, caplog):
     events._context.destroy(linger=0)  # as if the network stack went away
     prompts = [[i] * 50 for i in range(20)]
     assert all(len(done.token_ids) == 12 for done in llm.generate(prompts, GREEDY))
+    assert "was not published" in caplog.text

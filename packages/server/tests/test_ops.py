@@ -104,6 +104,16 @@ def test_metrics_count_what_was_served(api) -> None:
     assert samples["octavo:http_requests_total", (*route, ("status", "400"))] == 1
 
 
+def test_wasted_slots_and_dropped_events_are_those_of_the_engine(api) -> None:
+    from octavo_core.wire import EngineStats
+
+    api.engine.stats = lambda: EngineStats(kv_wasted_slots=37, kv_waste=0.25, kv_event_batches_dropped=3)
+    text = api.get("/metrics").text
+    assert 'octavo:kv_cache_wasted_slots{model_name="org/toy"} 37.0' in text
+    assert 'octavo:kv_cache_waste_perc{model_name="org/toy"} 0.25' in text
+    assert 'octavo:kv_event_batches_dropped_total{model_name="org/toy"} 3.0' in text
+
+
 def test_paths_of_clients_make_no_metric_labels(api) -> None:
     for index in range(5):
         api.get(f"/secret-{index}")

@@ -175,7 +175,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         error: Why the step loop has ended, if it has.
         last_step_age_s: Seconds since the loop last came round; it comes round at least every second when idle.
         kv_usage: Share of KV blocks that hold a live sequence's tokens, 0..1.
+        kv_wasted_slots, kv_waste: Slots in blocks of running sequences that hold no token, and their share of those blocks' slots, 0..1.
         prefix_queries_tokens, prefix_hits_tokens: Prompt tokens looked up and found; a resumed sequence does not count again.
+        kv_event_batches_dropped: Steps whose KV events were not published because the publisher could not keep up.
         recompiles: Compilations after the engine became ready; a healthy engine shows 0.
     """
 
@@ -185,6 +187,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
+    kv_wasted_slots: int = 0
+    kv_waste: float = 0.0
     num_free_blocks: int = 0
     num_blocks: int = 0
     block_size: int = 0
@@ -194,6 +198,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
     preemptions: int = 0
+    kv_event_batches_dropped: int = 0
     recompiles: int = 0
 
 

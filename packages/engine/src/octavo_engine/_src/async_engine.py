@@ -115,7 +115,7 @@ class AsyncEngine:
         is_ready = self._error is None and not self._closing
         reading = self._core.stats()
         if self._error is not None:
-            reading = msgspec.structs.replace(reading, num_running=0, num_waiting=0, kv_usage=0.0)
+            reading = msgspec.structs.replace(reading, num_running=0, num_waiting=0, kv_usage=0.0, kv_wasted_slots=0, kv_waste=0.0)
         return msgspec.structs.replace(
             reading, is_ready=is_ready, error=self._error, last_step_age_s=age, recompiles=self._built.compiles.count
         )

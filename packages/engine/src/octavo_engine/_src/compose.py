@@ -19,15 +19,17 @@ import psutil
 from flax import nnx
 
 from octavo_core.errors import ConfigError
-from octavo_core.seams import Model
+from octavo_core.seams import Model, PrefixCache
 from octavo_core.specs import CacheSpec, KVGroupSpec
 from octavo_core.wire import ModelCard
-from octavo_engine._src import host, sizing
+from octavo_engine._src import host, kv_events_config, sizing
 from octavo_engine._src.compiles import CompileCounter
 from octavo_engine._src.core import EngineCore, Overlap
 from octavo_engine._src.device import DevicePrograms, DeviceState, tree_bytes
+from octavo_engine._src.kv_events import KVEvents
 from octavo_engine._src.logs import Logs
 from octavo_engine._src.planner import Planner
+from octavo_engine._src.plug import load_prefix_cache
 from octavo_engine._src.runner import ModelRunner
 from octavo_engine._src.validate import MAX_BIAS, MAX_STOP
 from octavo_engine.config import EngineConfig
@@ -54,10 +56,13 @@ class Built:
     compiles: CompileCounter
     table: Table
     logs: Logs
+    kv_events: KVEvents | None
 
     def close(self) -> None:
-        """Stop listening for compilations, close the logs."""
+        """Stop listening for compilations, publish what is left, close the logs."""
         self.compiles.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
         self.logs.close()
 
 
@@ -68,12 +73,25 @@ def build(config: EngineConfig) -> Built:
         ConfigError: For settings that cannot work together.
         CheckpointError: For a model that cannot be read.
     """
+    logs = Logs(config.step_log, config.request_log)
+    kv_events: KVEvents | None = None
+    try:
+        chosen = kv_events_config.parse(config.kv_events_config)
+        kv_events = KVEvents(chosen) if chosen.publishes else None
+        return _build(config, logs, kv_events)
+    except BaseException:
+        if kv_events is not None:
+            kv_events.close()
+        logs.close()
+        raise
+
+
+def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Built:
     started_s = time.monotonic()
     table: Table = []
     keep_compiled_programs(config.compilation_cache_dir)
     run_cpu_programs_in_place()
     host.keep_freed_memory()
-    logs = Logs(config.step_log, config.request_log)
     checkpoint = resolve(config.model, revision=config.revision, download_dir=config.download_dir, offline=config.offline)
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
@@ -87,6 +105,7 @@ def build(config: EngineConfig) -> Built:
     seqs, why_seqs = sizing.num_sequences(config, on_cpu=on_cpu)
     groups, spec = _size_cache(config, checkpoint, model, dtype, seqs, on_cpu, table)
     table.append(("sequences", str(seqs), why_seqs))
+    cache = _prefix_cache(config, spec, table)
     chosen = attention_backend(config.attention_backend, groups)
     skipped = "; ".join(f"{p.name}: {p.reason}" for p in chosen.passed_over) or "first in order that can serve"
     table.append(("attention", chosen.name, skipped))
@@ -106,18 +125,21 @@ def build(config: EngineConfig) -> Built:
         sampler=sampler.init(spec.max_sequences, card.vocab_size),
         last_token=jnp.zeros(spec.max_sequences, jnp.int32),
     )
-    runner, planner = _compile(config, programs, state, spec, sampler, seqs, on_cpu, table)
+    runner, planner = _compile(config, programs, state, cache, sampler, seqs, on_cpu, table)
     compiles = CompileCounter()
     template = jax.tree.map(np.array, sampler.empty_arrivals(spec.max_len))
     overlap: Overlap = "off" if config.async_scheduling is False else "beside" if on_cpu else "in flight"
     table.append(
         ("overlap", overlap, "--async-scheduling" if config.async_scheduling is False else "the next step is planned meanwhile")
     )
-    core = EngineCore(config, card, planner, runner, template, logs, overlap=overlap)
+    if kv_events is not None:
+        kv_events.begin(groups, spec.block_size)
+        table.append(("KV events", *kv_events.told))
+    core = EngineCore(config, card, planner, runner, template, logs, kv_events, overlap=overlap)
     table.append(("start", f"{time.monotonic() - started_s:.1f} s", "from nothing to ready"))
     host.return_freed_memory()
     compiles.arm()
-    return Built(core, card, checkpoint, compiles, table, logs)
+    return Built(core, card, checkpoint, compiles, table, logs, kv_events)
 
 
 def compiled_programs_folder(folder: str | None) -> Path | None:
@@ -179,7 +201,13 @@ def _size_cache(
         table.append(("context warning", f"{wanted} > {own_len}", "longer than the model was made for"))
     table.append(("KV pool", f"{blocks} blocks of {config.block_size} tokens, {blocks * each / 2**20:.0f} MiB {kv_dtype}", why))
     max_blocks = math.ceil(max_len / config.block_size)
-    return groups, CacheSpec((blocks,) * len(groups), config.block_size, seqs + min(seqs, WAITING_SLOTS), max_blocks)
+    spec = CacheSpec(
+        num_blocks=(blocks,) * len(groups),
+        block_size=config.block_size,
+        max_sequences=seqs + min(seqs, WAITING_SLOTS),
+        max_blocks=max_blocks,
+    )
+    return groups, spec
 
 
 def _check_room(spec: CacheSpec, pool: int, card: ModelCard) -> None:
@@ -231,13 +259,13 @@ def _compile(
     config: EngineConfig,
     programs: DevicePrograms,
     state: DeviceState,
-    spec: CacheSpec,
+    cache: PrefixCache[Any],
     sampler: RowSampler,
     seqs: int,
     on_cpu: bool,
     table: Table,
 ) -> tuple[ModelRunner, Planner]:
-    start_s = time.monotonic()
+    start_s, spec = time.monotonic(), cache.spec
     alone = on_cpu and programs.params[0].dtype == jnp.float32
     runner = ModelRunner(programs, state, max_blocks=spec.max_blocks)
     budget, why = config.max_num_batched_tokens, "--max-num-batched-tokens"
@@ -251,7 +279,7 @@ def _compile(
         elif not budget:
             budget, why = 2048, "default of this device"
         runner.compile(sizing.buckets(budget, seqs, alone=alone), advance)
-        planner = _planner(config, spec, seqs, budget)
+        planner = _planner(config, cache, seqs, budget)
         planner.compile()
     table.append(("token budget", f"{budget} tokens", why))
     shapes = ", ".join(f"{b.tokens}x{b.rows}" for b in runner.shapes)
@@ -259,8 +287,16 @@ def _compile(
     return runner, planner
 
 
-def _planner(config: EngineConfig, spec: CacheSpec, max_num_seqs: int, budget: int) -> Planner:
-    cache = BlockCache(spec)
+def _prefix_cache(config: EngineConfig, spec: CacheSpec, table: Table) -> PrefixCache[Any]:
+    """Octavo's own, or the one that was asked for."""
+    if config.prefix_cache is None:
+        return BlockCache(spec)
+    table.append(("prefix cache", config.prefix_cache, "--prefix-cache"))
+    return load_prefix_cache(config.prefix_cache, spec)
+
+
+def _planner(config: EngineConfig, cache: PrefixCache[Any], max_num_seqs: int, budget: int) -> Planner:
+    spec = cache.spec
     scheduler = ChunkedScheduler(
         SchedulerConfig(
             max_num_seqs=max_num_seqs,

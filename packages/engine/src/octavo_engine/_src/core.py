@@ -23,7 +23,9 @@ from octavo_core.records import StepRecord
 from octavo_core.wire import EngineOutput, EngineRequest, EngineStats, FinishReason, ModelCard
 from octavo_engine._src.collect import PromptScores, token_scores
 from octavo_engine._src.intake import Queue, fill_arrivals, fill_sampling
+from octavo_engine._src.kv_events import KVEvents
 from octavo_engine._src.logs import Logs
+from octavo_engine._src.occupancy import Occupancy
 from octavo_engine._src.planner import Planner
 from octavo_engine._src.runner import Dispatched, ModelRunner
 from octavo_engine._src.sequence import Sequence
@@ -78,6 +80,7 @@ class EngineCore:
         planner, runner: Compiled.
         sampling_template: NumPy arrays in the shape of the sampler's arrivals.
         logs: Where steps and finished sequences are written.
+        kv_events: Told what each step changed in the cache; None: nobody is.
         overlap: How planning hides behind computing, see `Overlap`.
     """
 
@@ -89,6 +92,7 @@ class EngineCore:
         runner: ModelRunner,
         sampling_template: Any,
         logs: Logs,
+        kv_events: KVEvents | None,
         *,
         overlap: Overlap,
     ) -> None:
@@ -97,7 +101,8 @@ class EngineCore:
         self._ahead: _Ahead | None = None
         self._ready_s = 0.0
         self.config, self.card = config, card
-        self.planner, self._runner, self._logs = planner, runner, logs
+        self.planner, self._runner, self._logs, self._kv_events = planner, runner, logs, kv_events
+        self._occupancy = Occupancy(planner.spec.max_sequences, planner.spec.block_size)
         self._sampling_template = sampling_template
         self._queue = Queue(
             by_priority=config.scheduling_policy == "priority",
@@ -210,6 +215,9 @@ class EngineCore:
 
     def _finish_plan(self, ahead: _Ahead) -> tuple[StepPlan, float]:
         plan, plan_s = ahead.plan.result()
+        self._occupancy.follow(plan, ahead.leaving)
+        if self._kv_events is not None:  # while the slots of those who leave still name them
+            self._kv_events.take(plan.events, self._slots)
         for slot in ahead.leaving:
             self._slots[slot] = None
             self._free_slots.append(slot)
@@ -342,10 +350,13 @@ class EngineCore:
         """Gauges and counters; the caller adds readiness."""
         spec, count, gauges = self.planner.spec, self._count, self._gauges
         usable = spec.num_blocks[0] - 1
+        wasted, waste = self._occupancy.read()
         return EngineStats(
             num_running=gauges["running"] if self._live else 0,
             num_waiting=self._waiting_in_plan + len(self._queue),
             kv_usage=1.0 - (gauges["free"] + gauges["evictable"]) / usable,
+            kv_wasted_slots=wasted,
+            kv_waste=waste,
             num_free_blocks=gauges["free"],
             num_blocks=spec.num_blocks[0],
             block_size=spec.block_size,
@@ -355,4 +366,5 @@ class EngineCore:
             prefix_queries_tokens=count["queries"],
             prefix_hits_tokens=count["hits"],
             preemptions=count["preemptions"],
+            kv_event_batches_dropped=0 if self._kv_events is None else self._kv_events.num_dropped,
         )

@@ -27,6 +27,8 @@ _GAUGES = (
     ("num_requests_running", "Sequences in the running batch", "num_running"),
     ("num_requests_waiting", "Sequences waiting to run", "num_waiting"),
     ("kv_cache_usage_perc", "Share of KV blocks holding live sequences, 0 to 1", "kv_usage"),
+    ("kv_cache_wasted_slots", "KV slots in blocks of running sequences that hold no token", "kv_wasted_slots"),
+    ("kv_cache_waste_perc", "Share of the KV slots of running sequences that hold no token, 0 to 1", "kv_waste"),
     ("engine_last_step_age_seconds", "Seconds since the step loop last came round", "last_step_age_s"),
 )
 _COUNTERS = (
@@ -37,6 +39,11 @@ _COUNTERS = (
     ("generation_tokens", "Tokens generated", "generation_tokens"),
     ("recompiles", "Compilations after the engine became ready", "recompiles"),
     ("engine_steps", "Forward passes", "steps"),
+    (
+        "kv_event_batches_dropped",
+        "KV event batches not published because the publisher could not keep up",
+        "kv_event_batches_dropped",
+    ),
 )
 
 
