@@ -17,14 +17,15 @@ import pytest
 
 from octavo_core.plan import CacheEvents
 from octavo_core.specs import CacheSpec
-from octavo_kvcache import BlockCache, audit
+from octavo_kvcache import RadixCache, audit
 
 
 class Driver:
     """A cache, its state and its jitted operations, spoken to in lists. Every operation is followed by an audit."""
 
-    def __init__(self, spec: CacheSpec, **options: int) -> None:
-        self.spec, self.object = spec, BlockCache(spec, **options)
+    def __init__(self, spec: CacheSpec, **options: Any) -> None:
+        options.setdefault("partial", False)
+        self.spec, self.object = spec, RadixCache(spec, **options)
         quick = {"xla_backend_optimization_level": 0}  # compiling takes longer than these tests run
         names = ("admit", "grow", "commit", "release")
         self.jitted = {n: jax.jit(getattr(self.object, n), donate_argnums=0, compiler_options=quick) for n in names}
@@ -43,7 +44,15 @@ class Driver:
         return row
 
     def admit(
-        self, sequence: int, tokens: Sequence[int], *, space: int = 0, want: int = 0, reserve: int = 0, length: int | None = None
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        *,
+        space: int = 0,
+        tenant: int = 0,
+        want: int = 0,
+        reserve: int = 0,
+        length: int | None = None,
     ) -> tuple[int, int]:
         """Admit one; answers (cached_len, status)."""
         groups = self.spec.groups
@@ -53,6 +62,7 @@ class Driver:
             jnp.asarray(self.pad(tokens))[None],
             jnp.array([len(tokens) if length is None else length], jnp.int32),
             jnp.array([[space, 0]], jnp.uint32),
+            jnp.array([tenant], jnp.int32),
             jnp.full((1, groups), want, jnp.int32),
             jnp.full(groups, reserve, jnp.int32),
         )
@@ -66,7 +76,7 @@ class Driver:
             wanted[s] = n
         for s, r in (rank or {}).items():
             ranks[s] = r
-        self.state, table, status = self.jitted["grow"](self.state, jnp.asarray(wanted), jnp.asarray(ranks, jnp.int32))
+        self.state, table, self.copies, status = self.jitted["grow"](self.state, jnp.asarray(wanted), jnp.asarray(ranks, jnp.int32))
         self.audited()
         return np.asarray(table[0]), np.asarray(status)
 
@@ -85,21 +95,21 @@ class Driver:
         self.audited()
         return jax.device_get(events)
 
-    def serve(self, sequence: int, tokens: Sequence[int], *, space: int = 0) -> int:
+    def serve(self, sequence: int, tokens: Sequence[int], *, space: int = 0, tenant: int = 0) -> int:
         """A whole life up to, but without, the release: admit, grow, commit. Answers the tokens found."""
         blocks = -(-len(tokens) // self.spec.block_size)
-        found, status = self.admit(sequence, tokens, space=space, want=blocks)
+        found, status = self.admit(sequence, tokens, space=space, tenant=tenant, want=blocks)
         assert status == 0
         assert self.grow({sequence: blocks})[1][sequence] == 0
         self.commit({sequence: tokens})
         return found
 
     def handles(self, ids: Sequence[int]) -> list[int]:
-        return np.asarray(octavo_kvcache.handle(self.state, jnp.array(ids, jnp.int32))).tolist()
+        return np.asarray(octavo_kvcache.handle(self.state.radix, jnp.array(ids, jnp.int32))).tolist()
 
     def current(self, ids: Sequence[int], generations: Sequence[int]) -> list[bool]:
         ids, generations = jnp.array(ids, jnp.int32), jnp.array(generations, jnp.int32)
-        return np.asarray(octavo_kvcache.is_current(self.state, ids, generations)).tolist()
+        return np.asarray(octavo_kvcache.is_current(self.state.radix, ids, generations)).tolist()
 
 
 _DRIVERS: dict[Any, Driver] = {}
@@ -110,7 +120,7 @@ def drive() -> Callable[..., Driver]:
     """A driver for given sizes, in the empty state; compiled once for each set of sizes."""
 
     def make(
-        num_blocks: tuple[int, ...] = (12, 14), block_size: int = 2, sequences: int = 4, max_blocks: int = 6, **options: int
+        num_blocks: tuple[int, ...] = (12, 14), block_size: int = 2, sequences: int = 4, max_blocks: int = 6, **options: Any
     ) -> Driver:
         key = (num_blocks, block_size, sequences, max_blocks, *options.items())
         if key not in _DRIVERS:

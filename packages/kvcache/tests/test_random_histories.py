@@ -56,7 +56,7 @@ def machine_for(driver, exact: bool) -> type[RuleBasedStateMachine]:
             return USABLE - len(self.cached) - sum(s.held - s.committed for s in self.sequences.values())
 
         def in_index(self) -> set[Prefix]:
-            state, result = driver.state, {0: ()}
+            state, result = driver.state.radix, {0: ()}
             parent, depth, slot = (np.asarray(x) for x in (state.parent, state.depth, state.slot))
             tokens, space = np.asarray(state.tokens), np.asarray(state.namespace)[:, 0]
             for block in sorted(np.flatnonzero(slot >= 0).tolist(), key=lambda b: depth[b]):
@@ -68,10 +68,10 @@ def machine_for(driver, exact: bool) -> type[RuleBasedStateMachine]:
 
         def check(self) -> None:
             assert self.in_index() == set(self.cached)
-            counters = driver.state.read()
+            counters = driver.state.radix.read()
             assert int(counters.num_free) == self.num_free()
             assert int(counters.num_evictable) == len(self.evictable())
-            table = np.asarray(driver.state.block_table[0])
+            table = np.asarray(driver.state.sequences.block_table[0])
             for index, sequence in self.sequences.items():
                 for n in range(sequence.held):
                     block = int(table[index, n])
@@ -125,7 +125,7 @@ def machine_for(driver, exact: bool) -> type[RuleBasedStateMachine]:
             given = {s: lack for s, (lack, status) in wanted.items() if status == OK}
             missing = sum(given.values()) - self.num_free()
             order_of_going, index_before = self.evictable(), self.in_index()
-            table_before = np.asarray(driver.state.block_table[0])
+            table_before = np.asarray(driver.state.sequences.block_table[0])
             table, status = driver.grow({s: need[s] for s in order}, dict(enumerate(rank)))
             assert {s: status[s] for s in order} == {s: st for s, (_, st) in wanted.items()}
             gone = index_before - self.in_index()
@@ -184,7 +184,7 @@ def machine_for(driver, exact: bool) -> type[RuleBasedStateMachine]:
                 budget -= expected[s] - q.committed
             driver.commit({s: q.tokens for s, q in chosen.items()})
             for s, q in chosen.items():
-                reached = int(driver.state.committed[s])
+                reached = int(driver.state.sequences.committed[s])
                 assert reached == expected[s] if exact else q.committed <= reached <= len(q.tokens) // 2
                 q.committed = reached
             for prefix in self.leased() - set(self.cached):
@@ -206,9 +206,9 @@ def machine_for(driver, exact: bool) -> type[RuleBasedStateMachine]:
 
         def follow(self, events) -> None:
             """What a listener knows is what the index holds, in every group."""
-            self.followed |= {tuple(e) for e in events.stored.tolist() if e[0] >= 0}
+            self.followed |= {tuple(e[:3]) for e in events.stored.tolist() if e[0] >= 0}
             self.followed -= {tuple(e) for e in events.removed.tolist() if e[0] >= 0}
-            blocks = np.flatnonzero(np.asarray(driver.state.slot) >= 0).tolist()
+            blocks = np.flatnonzero(np.asarray(driver.state.radix.slot) >= 0).tolist()
             assert self.followed == {(g, b, i) for g in (0, 1) for b, i in zip(blocks, driver.handles(blocks), strict=True)}
 
     return Histories

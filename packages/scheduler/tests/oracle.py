@@ -178,7 +178,7 @@ def blank_plan(config: SchedulerConfig, spec: CacheSpec) -> StepPlan:
         block_table=np.zeros((groups, rows, spec.max_blocks), int),
         slot_mapping=np.full((groups, tokens), -1),
         sample_rows=np.full(rows, -1),
-        copies=np.full((groups, 1, 2), -1),
+        copies=np.full((groups, spec.max_sequences, 2), -1),
         sequence=np.full(rows, -1),
         cached_len=np.zeros(rows, int),
         num_tokens=0,
@@ -187,5 +187,5 @@ def blank_plan(config: SchedulerConfig, spec: CacheSpec) -> StepPlan:
         preempted=-1,
         num_running=0,
         num_waiting=0,
-        events=CacheEvents(np.full((1, 3), -1), np.full((1, 3), -1), np.bool_(False), np.zeros(groups, int), np.zeros(groups, int)),
+        events=CacheEvents(np.full((1, 5), -1), np.full((1, 3), -1), np.bool_(False), np.zeros(groups, int), np.zeros(groups, int)),
     )

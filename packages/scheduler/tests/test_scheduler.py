@@ -206,8 +206,8 @@ def test_rows_never_outnumber_max_num_seqs_and_arrivals_are_admitted_up_to_their
 class FoundOnce(SmallCache):
     """Says of every sequence, the first time it is asked, that its first block was found; later that nothing was."""
 
-    def admit(self, cache, sequence, tokens, lengths, namespace, want, reserve):
-        cache, answer = super().admit(cache, sequence, tokens, lengths, namespace, want, reserve)
+    def admit(self, cache, sequence, tokens, lengths, namespace, tenant, want, reserve):
+        cache, answer = super().admit(cache, sequence, tokens, lengths, namespace, tenant, want, reserve)
         # Its block 1 was never handed out when the first sequence asks.
         is_first = cache.owner[0, 1] < 0
         return cache, Admitted(jnp.where(is_first & (lengths > 4), 4, 0).astype(jnp.int32), answer.status)

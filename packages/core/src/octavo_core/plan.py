@@ -27,6 +27,7 @@ class Arrivals(NamedTuple):
 
     `sequence` names a free index of the state, chosen by the host; −1 marks an unused entry. `limit_len` is the most tokens of
     prompt and answer together. `order` rises with arrival; `priority` lower first. `use_prefix` False: never match the cache (prompt scores are wanted).
+    `tenant`: index of whose share of the pool the blocks count against, 0 where nobody has one; a namespace belongs to one tenant.
     """
 
     sequence: Int32[Array, " arrivals"]
@@ -34,6 +35,7 @@ class Arrivals(NamedTuple):
     prompt_len: Int32[Array, " arrivals"]
     limit_len: Int32[Array, " arrivals"]
     namespace: UInt32[Array, "arrivals 2"]
+    tenant: Int32[Array, " arrivals"]
     priority: Int32[Array, " arrivals"]
     order: Int32[Array, " arrivals"]
     use_prefix: Bool[Array, " arrivals"]
@@ -62,11 +64,12 @@ class Admitted(NamedTuple):
 class CacheEvents(NamedTuple):
     """What happened in the cache since the last `release`, and how full it is.
 
-    `stored` and `removed` list (group, block id, generation); −1 pads. `overflow`: some were left out, followers must resynchronise.
+    `stored` lists (group, block id, generation, sequence, column): the full block `column` of that sequence's tokens can be found from
+    now on; `removed` lists (group, block id, generation); −1 pads. `overflow`: some were left out, followers must resynchronise.
     `num_free` counts blocks on the free list, `num_evictable` cached blocks nobody leases.
     """
 
-    stored: Int32[Array, "max_events 3"]
+    stored: Int32[Array, "max_events 5"]
     removed: Int32[Array, "max_events 3"]
     overflow: Bool[Array, ""]
     num_free: Int32[Array, " groups"]
@@ -85,7 +88,7 @@ class StepPlan(NamedTuple):
         block_table: Pads point at the reserved block 0.
         slot_mapping: `block_id * block_size + offset`; −1 pads.
         sample_rows: Flat index of the token whose output is sampled; −1: the row does not sample.
-        copies: Blocks to copy before the step, (from, to); −1 pads.
+        copies: Blocks to copy before the step's tokens are written, (from, to), all read before any is written; −1 pads.
         sequence: Sequence of each row; −1 pads.
         cached_len: Tokens the row's sequence found in the cache when it was first admitted.
         num_tokens, num_rows, num_single: Live tokens, live rows, rows with exactly one new token (they come first).

@@ -41,6 +41,7 @@ class PrefixCache(Protocol[C]):
         tokens: Int32[Array, "arrivals max_len"],
         lengths: Int32[Array, " arrivals"],
         namespace: UInt32[Array, "arrivals 2"],
+        tenant: Int32[Array, " arrivals"],
         want: Int32[Array, "arrivals groups"],
         reserve: Int32[Array, " groups"],
     ) -> tuple[C, Admitted]:
@@ -48,16 +49,19 @@ class PrefixCache(Protocol[C]):
 
         Entries are served in order. One is admitted only when, with `reserve` blocks kept for others, the pool could still
         give it the rest of `want` (its blocks in all, cached ones included); otherwise it leases nothing and
-        its status is `OUT_OF_BLOCKS`. At most `lengths − 1` tokens are reported cached: one is left to compute.
+        its status is `OUT_OF_BLOCKS`. At most `lengths − 1` tokens are reported cached: one is left to compute. Where their last
+        block is only partly cached, `grow` copies it. `tenant` is whose share the blocks count against.
         """
 
     def grow(
         self, cache: C, need: Int32[Array, "sequences groups"], rank: Int32[Array, " sequences"]
-    ) -> tuple[C, Int32[Array, "groups sequences max_blocks"], Int32[Array, " sequences"]]:
+    ) -> tuple[C, Int32[Array, "groups sequences max_blocks"], Int32[Array, "groups sequences 2"], Int32[Array, " sequences"]]:
         """Let each sequence hold `need` blocks, evicting unleased cached blocks when the free list is empty.
 
         Never shrinks. Lower `rank` is served first; a sequence gets all it lacks or nothing (`OUT_OF_BLOCKS`), and after the
-        first refusal nobody of higher rank takes a block. Answers the block table of every sequence and its status.
+        first refusal nobody of higher rank takes a block. Answers the block table of every sequence, the copy of a block (from, to)
+        that each needs before it writes (−1: none), and its status. In groups that look back a limited way (`window`, `state`) blocks out
+        of reach are given up and the table points at block 0 there.
         """
 
     def commit(

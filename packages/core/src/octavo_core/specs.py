@@ -41,18 +41,28 @@ class CacheSpec:
         block_size: Tokens in a block.
         max_sequences: Sequences that can hold blocks at once.
         max_blocks: Longest sequence, in blocks.
+        kinds: What each group keeps; every one is `full` where nothing is said.
+        windows: Tokens a `window` group looks back, the current one included; 0 for groups of another kind.
     """
 
     num_blocks: tuple[int, ...]
     block_size: int
     max_sequences: int
     max_blocks: int
+    kinds: tuple[KVKind, ...] = ()
+    windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", self.kinds or ("full",) * len(self.num_blocks))
+        object.__setattr__(self, "windows", self.windows or (0,) * len(self.num_blocks))
         if min(self.num_blocks, default=0) < 2:
             raise ConfigError(f"every KV group needs at least 2 blocks (one is reserved), got {self.num_blocks}")
         if min(self.block_size, self.max_sequences, self.max_blocks) < 1:
             raise ConfigError(f"sizes of a cache are at least 1, got {self}")
+        if not len(self.num_blocks) == len(self.kinds) == len(self.windows):
+            raise ConfigError(f"num_blocks, kinds and windows have one entry for each KV group, got {self}")
+        if any((kind == "window") != (window > 0) for kind, window in zip(self.kinds, self.windows, strict=True)):
+            raise ConfigError(f"a window group, and no other, has a window of at least 1 token, got {self}")
 
     @property
     def groups(self) -> int:
@@ -65,6 +75,11 @@ class CacheSpec:
         return self.max_blocks * self.block_size
 
     @property
+    def whole_groups(self) -> tuple[int, ...]:
+        """Groups in which a sequence holds every block from its first on; in the others it holds the last few only."""
+        return tuple(g for g, kind in enumerate(self.kinds) if kind in ("full", "latent"))
+
+    @property
     def usable_blocks(self) -> int:
-        """Blocks one sequence could hold if alone, in the scarcest group."""
-        return min(self.num_blocks) - 1
+        """Blocks of tokens one sequence could hold if alone: what the scarcest of the whole groups allows."""
+        return min((self.num_blocks[g] - 1 for g in self.whole_groups), default=self.max_blocks)

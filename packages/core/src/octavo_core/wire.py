@@ -100,6 +100,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         request_id: Unique among live requests; names it in outputs, logs and aborts.
         prompt_ids: At least one token id.
         namespace: What `octavo_core.keys.namespace_of` answered.
+        tenant: Index of whose share of the pool its blocks count against; the same for every request of a namespace.
         priority: Lower is served first; ties by arrival.
         arrival_s: Receipt at the frontend, seconds of `time.monotonic()`.
     """
@@ -108,6 +109,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int]
     sampling: SamplingParams
     namespace: bytes = bytes(8)
+    tenant: int = 0
     priority: int = 0
     arrival_s: float = 0.0
 

@@ -171,6 +171,7 @@ def pack_arrivals(due: Sequence[tuple[int, int, Stream]], max_len: int, max_arri
         prompt_len=_zeros(max_arrivals),
         limit_len=_zeros(max_arrivals),
         namespace=_zeros(max_arrivals, 2, dtype=np.uint32),
+        tenant=_zeros(max_arrivals),
         priority=_zeros(max_arrivals),
         order=_zeros(max_arrivals),
         use_prefix=_zeros(max_arrivals, dtype=bool),

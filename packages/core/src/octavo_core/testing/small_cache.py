@@ -55,6 +55,7 @@ class SmallCache:
         tokens: Int32[Array, "arrivals max_len"],
         lengths: Int32[Array, " arrivals"],
         namespace: UInt32[Array, "arrivals 2"],
+        tenant: Int32[Array, " arrivals"],
         want: Int32[Array, "arrivals groups"],
         reserve: Int32[Array, " groups"],
     ) -> tuple[SmallCacheState, Admitted]:
@@ -65,7 +66,7 @@ class SmallCache:
 
     def grow(
         self, cache: SmallCacheState, need: Int32[Array, "sequences groups"], rank: Int32[Array, " sequences"]
-    ) -> tuple[SmallCacheState, Int32[Array, "groups sequences max_blocks"], Int32[Array, " sequences"]]:
+    ) -> tuple[SmallCacheState, Int32[Array, "groups sequences max_blocks"], Int32[Array, "groups sequences 2"], Int32[Array, " sequences"]]:
         """Hand out what each lacks, in order of rank, until somebody lacks more than is left."""
         lack = jnp.maximum(need.T - cache.num_held, 0)
         by_rank = jnp.argsort(rank)
@@ -87,7 +88,8 @@ class SmallCache:
         table = cache.table.at[group, jnp.where(is_taken, taker, rank.size), offset].set(block_id, mode="drop")
         owner = jnp.where(is_taken, taker, cache.owner).astype(jnp.int32)
         status = jnp.where(is_served, OK, OUT_OF_BLOCKS).astype(jnp.int32)
-        return SmallCacheState(owner, table, cache.num_held + given), table, status
+        no_copies = jnp.full((*cache.num_held.shape, 2), -1, jnp.int32)
+        return SmallCacheState(owner, table, cache.num_held + given), table, no_copies, status
 
     def commit(
         self, cache: SmallCacheState, tokens: Int32[Array, "sequences max_len"], upto: Int32[Array, " sequences"]
@@ -104,8 +106,8 @@ class SmallCache:
             table=jnp.where(done[:, None], 0, cache.table),
             num_held=jnp.where(done, 0, cache.num_held),
         )
-        nothing = jnp.full((1, 3), -1, jnp.int32)
-        events = CacheEvents(nothing, nothing, jnp.bool_(False), _num_free(cache), jnp.zeros(self.spec.groups, jnp.int32))
+        stored, removed = jnp.full((1, 5), -1, jnp.int32), jnp.full((1, 3), -1, jnp.int32)
+        events = CacheEvents(stored, removed, jnp.bool_(False), _num_free(cache), jnp.zeros(self.spec.groups, jnp.int32))
         return cache, events
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ from octavo_engine._src.device import DevicePrograms, DeviceState, tree_bytes
 from octavo_engine._src.kv_events import KVEvents
 from octavo_engine._src.logs import Logs
 from octavo_engine._src.planner import Planner
-from octavo_engine._src.plug import load_prefix_cache
+from octavo_engine._src.plug import build_prefix_cache, find_prefix_cache
 from octavo_engine._src.runner import ModelRunner
 from octavo_engine._src.validate import MAX_BIAS, MAX_STOP
 from octavo_engine.config import EngineConfig
 from octavo_kernels import RowSampler, attention_backend
-from octavo_kvcache import BlockCache, memory
+from octavo_kvcache import RadixCache, memory
 from octavo_models import load_model
 from octavo_models.checkpoints import Checkpoint, progress, resolve
 from octavo_scheduler import ChunkedScheduler, SchedulerConfig
@@ -92,6 +93,7 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     keep_compiled_programs(config.compilation_cache_dir)
     run_cpu_programs_in_place()
     host.keep_freed_memory()
+    make_cache = _prefix_cache(config.prefix_cache, table)
     checkpoint = resolve(config.model, revision=config.revision, download_dir=config.download_dir, offline=config.offline)
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
@@ -105,7 +107,7 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     seqs, why_seqs = sizing.num_sequences(config, on_cpu=on_cpu)
     groups, spec = _size_cache(config, checkpoint, model, dtype, seqs, on_cpu, table)
     table.append(("sequences", str(seqs), why_seqs))
-    cache = _prefix_cache(config, spec, table)
+    cache = make_cache(spec)
     chosen = attention_backend(config.attention_backend, groups)
     skipped = "; ".join(f"{p.name}: {p.reason}" for p in chosen.passed_over) or "first in order that can serve"
     table.append(("attention", chosen.name, skipped))
@@ -206,8 +208,19 @@ def _size_cache(
         block_size=config.block_size,
         max_sequences=seqs + min(seqs, WAITING_SLOTS),
         max_blocks=max_blocks,
+        kinds=tuple(group.kind for group in groups),
+        windows=tuple(group.window or 0 for group in groups),
     )
     return groups, spec
+
+
+def _prefix_cache(name: str | None, table: Table) -> Callable[[CacheSpec], PrefixCache[Any]]:
+    """Octavo's own, or the one that was asked for."""
+    if name is None:
+        return RadixCache
+    make = find_prefix_cache(name)
+    table.append(("prefix cache", name, "--prefix-cache"))
+    return lambda spec: build_prefix_cache(name, make, spec)
 
 
 def _check_room(spec: CacheSpec, pool: int, card: ModelCard) -> None:
@@ -285,14 +298,6 @@ def _compile(
     shapes = ", ".join(f"{b.tokens}x{b.rows}" for b in runner.shapes)
     table.append(("step shapes", shapes, f"tokens x rows, compiled in {time.monotonic() - start_s:.1f} s"))
     return runner, planner
-
-
-def _prefix_cache(config: EngineConfig, spec: CacheSpec, table: Table) -> PrefixCache[Any]:
-    """Octavo's own, or the one that was asked for."""
-    if config.prefix_cache is None:
-        return BlockCache(spec)
-    table.append(("prefix cache", config.prefix_cache, "--prefix-cache"))
-    return load_prefix_cache(config.prefix_cache, spec)
 
 
 def _planner(config: EngineConfig, cache: PrefixCache[Any], max_num_seqs: int, budget: int) -> Planner:

@@ -1,4 +1,5 @@
-"""The programs a step runs on the device, as pure functions: `begin`, a segment of layers, `ends`, `sample`; and `score` for prompt scores.
+"""The programs a step runs on the device, as pure functions: `begin`, a segment of layers, `ends`, `sample`; `copy` for blocks that
+are copied before it, and `score` for prompt scores.
 
 Knows how a plan's slices reach the model's attention. Knows no compilation, no host, no requests.
 
@@ -145,6 +146,15 @@ class DevicePrograms:
             return kv, self.attention.attend(kv, 0, q, batch, scale=scale)
 
         return attend
+
+    def copy(self, groups: tuple[int, ...], kv: tuple[Any, ...], copies: Int32[Array, "groups copies 2"]) -> tuple[Any, ...]:
+        """Copy blocks (from, to) in every layer of a segment, all read before any is written; −1 pads. `kv` is meant to be donated."""
+        out = []
+        for group, layer_kv in zip(groups, kv, strict=True):
+            source, target = copies[group, :, 0], copies[group, :, 1]
+            data = self.attention.gather(layer_kv, jnp.maximum(source, 0))
+            out.append(self.attention.scatter(layer_kv, jnp.where(source < 0, -1, target), data))
+        return tuple(out)
 
     def ends(self, params: Any, stream: Any, at: Int32[Array, " ending"]) -> Float[Array, "ending hidden"]:
         """Final hidden states of the tokens at flat index `at`."""

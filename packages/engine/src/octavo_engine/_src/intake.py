@@ -79,6 +79,7 @@ def fill_arrivals(empty: Arrivals, sequences: list[Sequence], *, use_prefix: boo
         empty.prompt_len[i] = sequence.prompt_len  # type: ignore[index]
         empty.limit_len[i] = sequence.limit_len  # type: ignore[index]
         empty.namespace[i] = np.frombuffer(request.namespace, np.uint32)  # type: ignore[index]
+        empty.tenant[i] = request.tenant  # type: ignore[index]
         empty.priority[i] = max(-INT32_MAX, min(request.priority, INT32_MAX))  # type: ignore[index]
         empty.order[i] = sequence.order & INT32_MAX  # type: ignore[index]
         empty.use_prefix[i] = use_prefix and not sequence.wants_prompt_scores  # type: ignore[index]

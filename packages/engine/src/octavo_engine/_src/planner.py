@@ -76,6 +76,7 @@ class Planner:
             prompt_len=zeros.copy(),
             limit_len=zeros.copy(),
             namespace=np.zeros((n, 2), np.uint32),
+            tenant=zeros.copy(),
             priority=zeros.copy(),
             order=zeros.copy(),
             use_prefix=np.ones(n, bool),

@@ -24,6 +24,9 @@ from octavo_engine._src.sizing import Bucket, pick
 SCORED_TOKENS: Final = 64
 """Prompt tokens scored at once."""
 
+COPIED_BLOCKS: Final = 8
+"""Blocks copied at once."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Programs:
@@ -78,6 +81,7 @@ class ModelRunner:
         self._sample: dict[int, Any] = {}
         self._row_sizes: list[int] = []
         self._begin: Any = None
+        self._copy: list[Any] = []
 
     @property
     def shapes(self) -> tuple[Bucket, ...]:
@@ -131,7 +135,15 @@ class ModelRunner:
         self._sample[rows] = sample.lower(params, state.sampler, state.last_token, hidden, _ints(rows), _ints(rows)).compile()
 
     def compile_begin(self, arrivals: SamplingArrivals) -> None:
-        """Compile the taking in of new sequences."""
+        """Compile the taking in of new sequences, and the copying of blocks."""
+        copies = jax.ShapeDtypeStruct((len(self._programs.groups), COPIED_BLOCKS, 2), jnp.int32)
+        shared: dict[Any, Any] = {}
+        for segment, kv in zip(self._programs.segments, self._state.kv, strict=True):
+            key = (segment.groups, *((x.shape, x.dtype) for x in jax.tree.leaves(kv)))
+            if key not in shared:
+                copy = jax.jit(functools.partial(self._programs.copy, segment.groups), donate_argnums=0)
+                shared[key] = copy.lower(kv, copies).compile()
+            self._copy.append(shared[key])
         begin = jax.jit(self._programs.sampler.begin, donate_argnums=0)
         self._begin = begin.lower(self._state.sampler, arrivals).compile()
 
@@ -194,11 +206,20 @@ class ModelRunner:
         started_s = time.monotonic()
         bucket = pick(self._shapes, int(plan.num_tokens), int(plan.num_rows))
         step = _cut(plan, bucket)
+        self._copy_blocks(np.asarray(plan.copies))
         compiled = self._compiled[bucket]
         stream = self._run_layers(compiled, step)
         ending = np.flatnonzero(step.sample_rows >= 0).tolist()
         sampled = self._sample_rows(compiled, stream, step, ending) if ending else None
         return Dispatched(plan, bucket, stream, ending, sampled, started_s)
+
+    def _copy_blocks(self, copies: Any) -> None:
+        """Copy what the plan says. No block is both read and written in one step, so the order of parts does not matter."""
+        wanted = np.flatnonzero((copies[:, :, 0] >= 0).any(0))
+        for i in range(0, len(wanted), COPIED_BLOCKS):
+            part = _fit(copies[:, wanted[i : i + COPIED_BLOCKS]], COPIED_BLOCKS, -1, axis=1)
+            kv = tuple(copy(kv, part) for copy, kv in zip(self._copy, self._state.kv, strict=True))
+            self._state = self._state._replace(kv=kv)
 
     def _sample_rows(self, compiled: _Programs, stream: Any, step: StepInput, ending: list[int]) -> Sampled:
         """Sample the rows that end here and no others: a score of the whole vocabulary is dear on a CPU."""

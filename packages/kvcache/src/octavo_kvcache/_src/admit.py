@@ -1,4 +1,4 @@
-"""Admission: match a prompt and lease what was found, if the pool could give the rest."""
+"""Admission: match a prompt and lease what was found, if the pools could give the rest."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from jaxtyping import Array, Bool, Int32, UInt32
 
 from octavo_core.plan import OK, OUT_OF_BLOCKS, Admitted
 from octavo_core.specs import CacheSpec
-from octavo_kvcache._src.match import Match, match
-from octavo_kvcache._src.state import CacheState, num_nodes
+from octavo_kvcache._src import pool
+from octavo_kvcache._src.insert import count_idle
+from octavo_kvcache._src.match import Match, Tail, match, match_tail
+from octavo_kvcache._src.share import spare_for
+from octavo_kvcache._src.state import CacheState, Layout, RadixState, layout_of, num_nodes
+
+_NO_TAIL = Tail(np.int32(0), np.int32(0))
 
 
 def admit(
@@ -20,63 +25,150 @@ def admit(
     tokens: Int32[Array, "arrivals max_len"],
     lengths: Int32[Array, " arrivals"],
     namespace: UInt32[Array, "arrivals 2"],
+    tenant: Int32[Array, " arrivals"],
     want: Int32[Array, "arrivals groups"],
     reserve: Int32[Array, " groups"],
+    *,
+    quotas: tuple[int, ...],
+    step_blocks: int,
+    partial: bool,
 ) -> tuple[CacheState, Admitted]:
-    """See `BlockCache.admit`."""
-    arrivals = sequence.shape[0]
+    """See `RadixCache.admit`."""
+    arrivals, layout = sequence.shape[0], layout_of(spec)
     named = (sequence >= 0) & (sequence < spec.max_sequences)
+    owner = jnp.clip(tenant, 0, len(quotas) - 1)
 
     def serve(i: Array, carry: tuple[CacheState, Array, Array, Array]) -> tuple[CacheState, Array, Array, Array]:
         cache, promised, cached_len, status = carry
-        found = match(cache, tokens[i], lengths[i] - 1, namespace[i])
-        total = jnp.max(want[i])
-        lack = jnp.maximum(total - found.num_blocks, 0)
-        idle = _idle(cache, found)
-        empty = cache.held[jnp.where(named[i], sequence[i], 0)] == 0
-        can = empty & (total <= spec.max_blocks) & jnp.all(reserve <= _spare(spec, cache) - idle - promised - lack)
-        cache = _lease(cache, named[i] & can, sequence[i], found, idle, namespace[i])
-        promised = promised + jnp.where(named[i] & can, lack, 0)
-        cached_len = cached_len.at[i].set(jnp.where(named[i] & can, found.num_blocks * spec.block_size, 0))
-        return cache, promised, cached_len, status.at[i].set(jnp.where(named[i] & ~can, OUT_OF_BLOCKS, OK))
+        found = match(cache.radix, tokens[i], lengths[i] - 1, namespace[i], reach=layout.reach)
+        tail = _tail(cache.radix, found, tokens[i], lengths[i] - 1, namespace[i]) if partial else _NO_TAIL
+        lack = _lack(spec, layout, found, want[i], step_blocks)
+        spare = _spare(spec, layout, cache.radix, found, owner[i], quotas) - promised - reserve
+        # A block that is only copied stays leased until then, and must not take the room the sequence needs.
+        tail_idle = (tail.block_id > 0) & (cache.radix.refcount[tail.block_id] == 0)
+        use_tail = (tail.block_id > 0) & jnp.all(lack <= spare - tail_idle)
+        tail = Tail(*(jnp.where(use_tail, field, 0) for field in tail))
+        empty = cache.sequences.held[jnp.where(named[i], sequence[i], 0)] == 0
+        takes = named[i] & empty & (jnp.max(want[i]) <= spec.max_blocks) & jnp.all(lack <= spare)
+        cache = _lease(layout, cache, jnp.where(takes, sequence[i], spec.max_sequences), found, tail, namespace[i], owner[i])
+        length = found.num_blocks * spec.block_size + tail.length
+        cached_len = cached_len.at[i].set(jnp.where(takes, length, 0))
+        status = status.at[i].set(jnp.where(named[i] & ~takes, OUT_OF_BLOCKS, OK))
+        return cache, promised + jnp.where(takes, lack, 0), cached_len, status
 
     def maybe(i: Array, carry: tuple[CacheState, Array, Array, Array]) -> tuple[CacheState, Array, Array, Array]:
         return lax.cond(named[i], lambda c: serve(i, c), lambda c: c, carry)
 
     nothing = jnp.zeros(arrivals, jnp.int32)
-    cache, _, cached_len, status = lax.fori_loop(0, arrivals, maybe, (cache, jnp.int32(0), nothing, nothing))
+    start = (cache, jnp.zeros(spec.groups, jnp.int32), nothing, nothing)
+    cache, _, cached_len, status = lax.fori_loop(0, arrivals, maybe, start)
     return cache, Admitted(cached_len, status)
 
 
-def _idle(cache: CacheState, found: Match) -> Int32[Array, ""]:
-    """Blocks of the match that nobody leases yet: leasing them makes them unavailable to others."""
-    return jnp.sum((found.block_ids > 0) & (cache.refcount[found.block_ids] == 0), dtype=jnp.int32)
+def _tail(
+    radix: RadixState,
+    found: Match,
+    tokens: Int32[Array, " max_len"],
+    length: Int32[Array, ""],
+    namespace: UInt32[Array, " 2"],
+) -> Tail:
+    """A block to copy that every group has."""
+    tail = match_tail(radix, found, tokens, length, namespace)
+    there = tail.block_id > 0
+    for side in radix.sides:
+        there &= side.node_block[tail.block_id] > 0
+    return Tail(jnp.where(there, tail.block_id, 0), jnp.where(there, tail.length, 0))
 
 
-def _spare(spec: CacheSpec, cache: CacheState) -> Int32[Array, " groups"]:
-    """Blocks each group could still give."""
-    counters = cache.read()
+def _lack(
+    spec: CacheSpec, layout: Layout, found: Match, want: Int32[Array, " groups"], step_blocks: int
+) -> Int32[Array, " groups"]:
+    """Blocks the sequence still needs in each group; in a side group never more than it holds at a time."""
+    lack = jnp.maximum(jnp.max(want) - found.num_blocks, 0)
+    most = np.full(spec.groups, spec.max_blocks, np.int32)
+    for table, back in zip(layout.side, layout.reach, strict=True):
+        most[table - layout.offset] = back + 1 + step_blocks
+    return jnp.minimum(lack, most)
+
+
+def _spare(
+    spec: CacheSpec, layout: Layout, radix: RadixState, found: Match, tenant: Int32[Array, ""], quotas: tuple[int, ...]
+) -> Int32[Array, " groups"]:
+    """Blocks each group could give the tenant once the match is leased."""
+    idle = jnp.sum((found.block_ids > 0) & (radix.refcount[found.block_ids] == 0), dtype=jnp.int32)
+    whole = spare_for(radix, tenant, quotas) - idle
     surplus = np.array(spec.num_blocks, np.int32) - num_nodes(spec)
-    return counters.num_free + counters.num_evictable + surplus
+    spare = jnp.where(np.array([g + layout.offset in layout.whole for g in range(spec.groups)]), whole + surplus, 0)
+    for side, table, back in zip(radix.sides, layout.side, layout.reach, strict=True):
+        block = _in_reach(side.node_block, found, back)
+        idle = jnp.sum((block > 0) & (side.refcount[block] == 0), dtype=jnp.int32)
+        spare = spare.at[table - layout.offset].set(jnp.sum(side.counts) - idle)
+    return spare
+
+
+def _in_reach(node_block: Int32[Array, " nodes"], found: Match, back: int) -> Int32[Array, " max_blocks"]:
+    """Side blocks of the last `back` blocks of a match; 0 elsewhere."""
+    column = jnp.arange(found.block_ids.shape[0], dtype=jnp.int32)
+    return jnp.where((column >= found.num_blocks - back) & (found.block_ids > 0), node_block[found.block_ids], 0)
 
 
 def _lease(
+    layout: Layout,
     cache: CacheState,
-    take: Bool[Array, ""],
-    sequence: Int32[Array, ""],
+    row: Int32[Array, ""],
     found: Match,
-    idle: Int32[Array, ""],
+    tail: Tail,
     namespace: UInt32[Array, " 2"],
+    tenant: Int32[Array, ""],
 ) -> CacheState:
-    row = jnp.where(take, sequence, cache.held.shape[0])
-    at = jnp.where(take & (found.block_ids > 0), found.block_ids, cache.refcount.shape[0])
-    cache = cache._replace(
-        refcount=cache.refcount.at[at].add(1, mode="drop"),
-        block_table=cache.block_table.at[:, row].set(found.block_ids, mode="drop"),
-        held=cache.held.at[row].set(found.num_blocks, mode="drop"),
-        committed=cache.committed.at[row].set(found.num_blocks, mode="drop"),
-        sealed=cache.sealed.at[row].set(False, mode="drop"),
-        chain=cache.chain.at[row].set(found.chain, mode="drop"),
-        sequence_namespace=cache.sequence_namespace.at[row].set(namespace, mode="drop"),
+    """Lease a match and the block to copy to a sequence; `row` beyond the last: to nobody."""
+    radix, sequences = cache
+    takes = row < sequences.held.shape[0]
+    ids = jnp.concatenate([found.block_ids, tail.block_id[None]])
+    leased = takes & (ids > 0)
+    woken = leased & (radix.refcount[ids] == 0)
+    evictable = radix.read().evictable - pool.by_tenant(radix, woken, ids)
+    refcount = radix.refcount.at[jnp.where(leased, ids, radix.refcount.shape[0])].add(1, mode="drop")
+    radix, table = radix._replace(refcount=refcount).write(evictable=evictable), sequences.block_table
+    for whole in layout.whole:
+        table = table.at[whole, row].set(found.block_ids, mode="drop")
+    sides = []
+    for side, number, back in zip(radix.sides, layout.side, layout.reach, strict=True):
+        block = _in_reach(side.node_block, found, back)
+        copied = jnp.concatenate([block, side.node_block[tail.block_id][None]])
+        at = jnp.where(takes & (copied > 0), copied, side.refcount.shape[0])
+        sides.append(count_idle(side._replace(refcount=side.refcount.at[at].add(1, mode="drop"))))
+        table = table.at[number, row].set(block, mode="drop")
+    sequences = sequences._replace(
+        block_table=table,
+        held=sequences.held.at[row].set(found.num_blocks, mode="drop"),
+        committed=sequences.committed.at[row].set(found.num_blocks, mode="drop"),
+        sealed=sequences.sealed.at[row].set(False, mode="drop"),
+        chain=sequences.chain.at[row].set(found.chain, mode="drop"),
+        namespace=sequences.namespace.at[row].set(namespace, mode="drop"),
+        tenant=sequences.tenant.at[row].set(tenant, mode="drop"),
+        tail=sequences.tail.at[row].set(tail.block_id, mode="drop"),
     )
-    return cache.write(num_evictable=cache.read().num_evictable - jnp.where(take, idle, 0))
+    return CacheState(radix._replace(sides=tuple(sides)), sequences)
+
+
+def unlease_tail(cache: CacheState, ended: Bool[Array, " sequences"]) -> CacheState:
+    """Give up the blocks to copy of these sequences, one after another: there are few, and two may copy the same. They stay cached."""
+
+    def one(carry: tuple[CacheState, Array]) -> tuple[CacheState, Array]:
+        (radix, sequences), waiting = carry
+        row = jnp.argmax(waiting).astype(jnp.int32)
+        block = sequences.tail[row]
+        left = radix.refcount[block] - 1
+        tenant = radix.tenant[block] if radix.num_tenants > 1 else 0
+        evictable = radix.read().evictable.at[tenant].add((left == 0).astype(jnp.int32))
+        sides = []
+        for side in radix.sides:
+            copied = side.node_block[block]
+            at = jnp.where(copied > 0, copied, side.refcount.shape[0])
+            sides.append(count_idle(side._replace(refcount=side.refcount.at[at].add(-1, mode="drop"))))
+        radix = radix._replace(refcount=radix.refcount.at[block].set(left), sides=tuple(sides)).write(evictable=evictable)
+        return CacheState(radix, sequences._replace(tail=sequences.tail.at[row].set(0))), waiting.at[row].set(False)
+
+    start = (cache, ended & (cache.sequences.tail > 0))
+    return lax.while_loop(lambda c: jnp.any(c[1]), one, start)[0]

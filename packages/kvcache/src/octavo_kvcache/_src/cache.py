@@ -1,7 +1,7 @@
-"""`BlockCache`: the operations behind the `PrefixCache` seam, with sizes fixed and arguments checked.
+"""`RadixCache`: the operations behind the `PrefixCache` seam, with sizes fixed and arguments checked.
 
 Knows which shapes it was built for. Deliberately does not know what blocks contain, what a scheduler is, or any clock but
-its own count of releases.
+its own count of ended leases.
 """
 
 from __future__ import annotations
@@ -17,38 +17,55 @@ from octavo_core.specs import CacheSpec
 from octavo_kvcache._src.admit import admit
 from octavo_kvcache._src.commit import commit
 from octavo_kvcache._src.grow import grow
+from octavo_kvcache._src.policy import EvictionPolicy, policies
 from octavo_kvcache._src.release import release
-from octavo_kvcache._src.state import CacheState, empty
+from octavo_kvcache._src.state import CacheState, empty, layout_of
 
 _TOKENS_PER_STEP: Final = 2048
 
 
-class BlockCache:
-    """A `PrefixCache` of full blocks: a prefix tree over one pool, least recently used blocks evicted first.
+class RadixCache:
+    """A `PrefixCache` over pools of blocks: a prefix tree, evicted leaf first in the order of a policy.
 
-    Every KV group is treated as full attention: a sequence holds the same number of blocks, with the same ids, in
-    each group. Methods are pure; jit them, alone or together, with the cache donated.
+    In whole groups (full attention, MLA latent) a sequence holds the same number of blocks, with the same ids. In side groups
+    (sliding window, recurrent state) it holds the last few, and a prefix is found only as far as they are there. Methods are pure;
+    jit them, alone or together, with the cache donated.
 
     Args:
-        spec: Sizes.
+        spec: Sizes and kinds of the groups.
+        policy: Order of eviction: `lru`, `lfu`, `fifo`, `priority`, `cost`, or an `EvictionPolicy`.
+        quotas: Blocks of each tenant that others may not evict; empty: there are no tenants.
+        partial: Reuse cached blocks of which only the first tokens are wanted, by copying them.
         max_commits: Blocks that one `commit` files at most; enough for 2,048 tokens unless given.
         max_events: Events of each kind kept between two releases; beyond it `CacheEvents.overflow` is set.
 
     Raises:
-        ConfigError: A size below 1.
+        ConfigError: A size below 1, an unknown policy, quotas beyond the pool, or quotas with side groups.
     """
 
-    def __init__(self, spec: CacheSpec, *, max_commits: int | None = None, max_events: int | None = None) -> None:
+    def __init__(
+        self,
+        spec: CacheSpec,
+        *,
+        policy: str | EvictionPolicy = "lru",
+        quotas: tuple[int, ...] = (),
+        partial: bool = True,
+        max_commits: int | None = None,
+        max_events: int | None = None,
+    ) -> None:
         self.spec = spec
+        self.quotas = _checked_quotas(spec, quotas)
+        self.policy = _named_policy(policy)
+        self.partial = partial and "state" not in spec.kinds
         most = spec.max_sequences * spec.max_blocks
         self.max_commits = min(-(-_TOKENS_PER_STEP // spec.block_size), most) if max_commits is None else max_commits
-        self.max_events = 2 * self.max_commits * spec.groups if max_events is None else max_events
+        self.max_events = 2 * self.max_commits * (1 + len(layout_of(spec).side)) if max_events is None else max_events
         if min(self.max_commits, self.max_events) < 1:
             raise ConfigError(f"max_commits and max_events are at least 1, got {max_commits} and {max_events}")
 
     def init(self) -> CacheState:
         """The empty cache."""
-        return empty(self.spec, self.max_events)
+        return empty(self.spec, self.max_events, len(self.quotas))
 
     def admit(
         self,
@@ -57,33 +74,43 @@ class BlockCache:
         tokens: Int32[Array, "arrivals max_len"],
         lengths: Int32[Array, " arrivals"],
         namespace: UInt32[Array, "arrivals 2"],
+        tenant: Int32[Array, " arrivals"],
         want: Int32[Array, "arrivals groups"],
         reserve: Int32[Array, " groups"],
     ) -> tuple[CacheState, Admitted]:
         """Find the longest cached prefix of each and lease it to `sequence` (−1, or any other index that is none, skips an entry).
 
         Entries are served in order; what earlier entries of the call still want counts as taken. Refused with `OUT_OF_BLOCKS` are
-        also a sequence that holds blocks already and a `want` beyond `max_blocks`. Lengths ≤ 1 match nothing.
+        also a sequence that holds blocks already and a `want` beyond `max_blocks`. Lengths ≤ 1 match nothing. Tenants beyond the last
+        count as the last.
         """
-        arrivals = sequence.shape[0]
-        self._check("tokens", tokens, (arrivals, self.spec.max_len))
+        arrivals, spec = sequence.shape[0], self.spec
+        self._check("tokens", tokens, (arrivals, spec.max_len))
         self._check("lengths", lengths, (arrivals,))
-        self._check("namespace", namespace, (arrivals, 2))
-        self._check("want", want, (arrivals, self.spec.groups))
-        self._check("reserve", reserve, (self.spec.groups,))
-        return admit(self.spec, cache, sequence, tokens, lengths, namespace, want, reserve)
+        self._check("namespace", namespace, (arrivals, 2), "uint32")
+        self._check("tenant", tenant, (arrivals,))
+        self._check("want", want, (arrivals, spec.groups))
+        self._check("reserve", reserve, (spec.groups,))
+        given = (sequence, tokens, lengths, namespace, tenant, want, reserve)
+        return admit(spec, cache, *given, quotas=self.quotas, step_blocks=self.max_commits, partial=self.partial)
 
     def grow(
         self, cache: CacheState, need: Int32[Array, "sequences groups"], rank: Int32[Array, " sequences"]
-    ) -> tuple[CacheState, Int32[Array, "groups sequences max_blocks"], Int32[Array, " sequences"]]:
-        """Let each sequence hold `need` blocks, evicting least recently used cached blocks when the free list is short.
+    ) -> tuple[
+        CacheState,
+        Int32[Array, "groups sequences max_blocks"],
+        Int32[Array, "groups sequences 2"],
+        Int32[Array, " sequences"],
+    ]:
+        """Let each sequence hold `need` blocks, evicting cached blocks in the policy's order when the free list is short.
 
         Groups grow together, to the largest need among them. Equal ranks are served by index. A need beyond `max_blocks` is refused.
+        Copies: the cached block of a tail found at admission, and in groups of recurrent state the state before each first new block.
         """
         self._check("need", need, (self.spec.max_sequences, self.spec.groups))
         self._check("rank", rank, (self.spec.max_sequences,))
-        cache, status = grow(cache, need, rank)
-        return cache, cache.block_table, status
+        cache, copies, status = grow(self.spec, cache, need, rank, policy=self.policy, quotas=self.quotas)
+        return cache, self._tables(cache), copies, status
 
     def commit(
         self, cache: CacheState, tokens: Int32[Array, "sequences max_len"], upto: Int32[Array, " sequences"]
@@ -95,14 +122,44 @@ class BlockCache:
         """
         self._check("tokens", tokens, (self.spec.max_sequences, self.spec.max_len))
         self._check("upto", upto, (self.spec.max_sequences,))
-        cache = commit(cache, tokens, upto, self.max_commits)
-        return cache, cache.block_table
+        cache = commit(layout_of(self.spec), cache, tokens, upto, self.max_commits)
+        return cache, self._tables(cache)
 
     def release(self, cache: CacheState, done: Bool[Array, " sequences"]) -> tuple[CacheState, CacheEvents]:
         """End the leases of these sequences; committed blocks stay cached, the rest become free. Drains the events."""
-        self._check("done", done, (self.spec.max_sequences,))
-        return release(self.spec, cache, done)
+        self._check("done", done, (self.spec.max_sequences,), "bool")
+        return release(self.spec, cache, done, policy=self.policy)
 
-    def _check(self, name: str, array: Array, shape: tuple[int, ...]) -> None:
-        if jnp.shape(array) != shape:
-            raise ConfigError(f"{name} has shape {jnp.shape(array)}; this cache wants {shape}, see its spec {self.spec}")
+    def _tables(self, cache: CacheState) -> Int32[Array, "groups sequences max_blocks"]:
+        return cache.sequences.block_table[layout_of(self.spec).offset :]
+
+    def _check(self, name: str, array: Array, shape: tuple[int, ...], dtype: str = "int32") -> None:
+        check_array(name, array, shape, dtype, f"this cache, see its spec {self.spec}")
+
+
+def check_array(name: str, array: Array, shape: tuple[int, ...], dtype: str, who: str) -> None:
+    """Refuse an argument before it is traced.
+
+    Raises:
+        ConfigError: It has another shape or type.
+    """
+    got = jnp.shape(array), jnp.result_type(array).name
+    if got != (shape, dtype):
+        raise ConfigError(f"{name} is {got[1]}{list(got[0])}; wanted {dtype}{list(shape)} for {who}")
+
+
+def _checked_quotas(spec: CacheSpec, quotas: tuple[int, ...]) -> tuple[int, ...]:
+    if any(quotas) and len(spec.whole_groups) < spec.groups:
+        raise ConfigError(f"quotas are kept in groups that keep every block only, got quotas {quotas} and groups {spec.kinds}")
+    if min(quotas, default=0) < 0 or sum(quotas) > spec.usable_blocks:
+        raise ConfigError(f"quotas are at least 0 and together at most the {spec.usable_blocks} blocks there are, got {quotas}")
+    return quotas or (0,)
+
+
+def _named_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
+    if not isinstance(policy, str):
+        return policy
+    if policy not in policies():
+        raise ConfigError(f"an eviction policy is one of {', '.join(policies())}, or an object; got {policy!r}")
+    named: EvictionPolicy = policies()[policy]
+    return named

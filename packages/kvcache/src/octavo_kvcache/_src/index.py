@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from octavo_kvcache._src.scan import prefix_sum
-from octavo_kvcache._src.state import UNINDEXED, WAYS, CacheState
+from octavo_kvcache._src.state import UNINDEXED, WAYS, RadixState
 
 
 class Probe(NamedTuple):
@@ -29,52 +29,52 @@ class Probe(NamedTuple):
 
 
 def probe(
-    cache: CacheState,
+    radix: RadixState,
     bucket: Int32[Array, " keys"],
     tag: UInt32[Array, " keys"],
     tokens: Int32[Array, "keys block_size"],
     namespace: UInt32[Array, "keys 2"],
 ) -> Probe:
     """Look all keys up at once and compare what is found with what was asked for."""
-    blocks = cache.index_block[bucket]
-    block = jnp.max(jnp.where(cache.index_tag[bucket] == tag[:, None], blocks, 0), axis=1)
-    equal = jnp.all(cache.tokens[block] == tokens, axis=1) & jnp.all(cache.namespace[block] == namespace, axis=1)
+    blocks = radix.index_block[bucket]
+    block = jnp.max(jnp.where(radix.index_tag[bucket] == tag[:, None], blocks, 0), axis=1)
+    equal = jnp.all(radix.tokens[block] == tokens, axis=1) & jnp.all(radix.namespace[block] == namespace, axis=1)
     return Probe(block, (block > 0) & equal)
 
 
 def room(
-    cache: CacheState, bucket: Int32[Array, " keys"], new: Bool[Array, " keys"]
+    radix: RadixState, bucket: Int32[Array, " keys"], new: Bool[Array, " keys"]
 ) -> tuple[Bool[Array, " keys"], Int32[Array, " keys"]]:
     """Which of the `new` keys fit in their buckets, and their ways; keys of one bucket get different ways, in order."""
     peers = (bucket[:, None] == bucket[None, :]) & new[None, :]
     rank = jnp.sum(jnp.tril(peers, -1), axis=1)
-    vacant = cache.index_block[bucket] == 0
+    vacant = radix.index_block[bucket] == 0
     chosen = vacant & (prefix_sum(vacant.astype(jnp.int32)) == rank[:, None] + 1)
     return new & jnp.any(chosen, axis=1), jnp.argmax(chosen, axis=1).astype(jnp.int32)
 
 
 def enter(
-    cache: CacheState,
+    radix: RadixState,
     new: Bool[Array, " keys"],
     block: Int32[Array, " keys"],
     bucket: Int32[Array, " keys"],
     way: Int32[Array, " keys"],
     tag: UInt32[Array, " keys"],
-) -> CacheState:
+) -> RadixState:
     """File the `new` blocks in slots that `room` found."""
-    row, at = jnp.where(new, bucket, cache.index_block.shape[0]), jnp.where(new, block, cache.slot.shape[0])
-    return cache._replace(
-        index_tag=cache.index_tag.at[row, way].set(tag, mode="drop"),
-        index_block=cache.index_block.at[row, way].set(block, mode="drop"),
-        slot=cache.slot.at[at].set(bucket * WAYS + way, mode="drop"),
+    row, at = jnp.where(new, bucket, radix.index_block.shape[0]), jnp.where(new, block, radix.slot.shape[0])
+    return radix._replace(
+        index_tag=radix.index_tag.at[row, way].set(tag, mode="drop"),
+        index_block=radix.index_block.at[row, way].set(block, mode="drop"),
+        slot=radix.slot.at[at].set(bucket * WAYS + way, mode="drop"),
     )
 
 
-def remove(cache: CacheState, gone: Bool[Array, " keys"], block: Int32[Array, " keys"]) -> CacheState:
+def remove(radix: RadixState, gone: Bool[Array, " keys"], block: Int32[Array, " keys"]) -> RadixState:
     """Strike the `gone` blocks from the index."""
-    slot = cache.slot[block]
-    row, at = jnp.where(gone, slot // WAYS, cache.index_block.shape[0]), jnp.where(gone, block, cache.slot.shape[0])
-    return cache._replace(
-        index_block=cache.index_block.at[row, slot % WAYS].set(0, mode="drop"),
-        slot=cache.slot.at[at].set(UNINDEXED, mode="drop"),
+    slot = radix.slot[block]
+    row, at = jnp.where(gone, slot // WAYS, radix.index_block.shape[0]), jnp.where(gone, block, radix.slot.shape[0])
+    return radix._replace(
+        index_block=radix.index_block.at[row, slot % WAYS].set(0, mode="drop"),
+        slot=radix.slot.at[at].set(UNINDEXED, mode="drop"),
     )

@@ -1,4 +1,4 @@
-"""The stack of free blocks, generations, and the log of what happened to blocks.
+"""The stacks of free blocks, generations, and the log of what happened to blocks.
 
 Knows nothing of prefixes. Taking a block bumps its generation, so that a handle `(id, generation)` kept from an earlier use
 is recognised as stale.
@@ -11,69 +11,106 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from octavo_kvcache._src.scan import prefix_sum, rank_in
-from octavo_kvcache._src.state import UNINDEXED, CacheState
+from octavo_kvcache._src.state import CacheState, RadixState, Side
 
 _CHUNK = 64
 
 
-def give_back(cache: CacheState, freed: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> CacheState:
-    """Push the `freed` blocks on the stack. They must be leased by nobody and stand in no index."""
-    num_free = cache.read().num_free
+def by_tenant(radix: RadixState, counted: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> Int32[Array, " tenants"]:
+    """How many of the `counted` blocks belong to each tenant."""
+    if radix.num_tenants == 1:
+        return jnp.sum(counted, dtype=jnp.int32)[None]
+    at = jnp.where(counted, radix.tenant[block], radix.num_tenants)
+    return jnp.zeros(radix.num_tenants, jnp.int32).at[at].add(1, mode="drop")
+
+
+def give_back(radix: RadixState, freed: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> RadixState:
+    """Push the `freed` blocks on the stack. They must be distinct, leased by nobody and stand in no index."""
+    counters = radix.read()
+    free, num_free = _push(radix.free, counters.num_free, freed, block)
+    return radix._replace(free=free).write(num_free=num_free, used=counters.used - by_tenant(radix, freed, block))
+
+
+def give_back_side(side: Side, freed: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> Side:
+    """The same for a side group's blocks; they must have no owner."""
+    free, num_free = _push(side.free, side.counts[0], freed, block)
+    return side._replace(free=free, counts=side.counts.at[0].set(num_free))
+
+
+def _push(
+    free: Int32[Array, " blocks"], num_free: Int32[Array, ""], freed: Bool[Array, " ids"], block: Int32[Array, " ids"]
+) -> tuple[Int32[Array, " blocks"], Int32[Array, ""]]:
     count = prefix_sum(freed.astype(jnp.int32))
-    at = jnp.where(freed, num_free + count - 1, cache.free.shape[0])
-    return cache._replace(free=cache.free.at[at].set(block, mode="drop")).write(num_free=num_free + count[-1])
+    at = jnp.where(freed, num_free + count - 1, free.shape[0])
+    return free.at[at].set(block, mode="drop"), num_free + count[-1]
 
 
-def hand_out(cache: CacheState, give: Int32[Array, " sequences"]) -> CacheState:
-    """Append `give` free blocks to each sequence's table. The stack must hold as many and the tables have the room."""
-    nodes, sequences = cache.refcount.shape[0], cache.held.shape[0]
+def hand_out(cache: CacheState, give: Int32[Array, " sequences"], tables: tuple[int, ...]) -> CacheState:
+    """Append `give` free blocks to each sequence's `tables`. The stack must hold as many and the tables have the room."""
+    radix, sequences = cache
+    num_free, total = radix.read().num_free, jnp.sum(give, dtype=jnp.int32)
+    nodes, rows = radix.refcount.shape[0], give.shape[0]
     end = prefix_sum(give)
-    total, num_free, free = end[-1], cache.read().num_free, cache.free
-    start = cache.held - (end - give)
+    start = sequences.held - (end - give)
 
-    def chunk(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-        first, table, refcount, generation = carry
+    def chunk(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        first, table, refcount, generation, tenant = carry
         j = first + jnp.arange(min(_CHUNK, nodes), dtype=jnp.int32)
         live = j < total
-        row = jnp.minimum(rank_in(end, j), sequences - 1)
-        block = free[jnp.where(live, num_free - 1 - j, 0)]
-        at = jnp.where(live, block, nodes)
-        table = table.at[:, jnp.where(live, row, sequences), start[row] + j].set(block, mode="drop")
-        refcount = refcount.at[at].set(1, mode="drop")
-        return first + j.shape[0], table, refcount, generation.at[at].add(1, mode="drop")
+        row = jnp.minimum(rank_in(end, j), rows - 1)
+        block = radix.free[jnp.where(live, num_free - 1 - j, 0)]
+        at, to = jnp.where(live, block, nodes), jnp.where(live, row, rows)
+        for number in tables:
+            table = table.at[number, to, start[row] + j].set(block, mode="drop")
+        refcount, generation = refcount.at[at].set(1, mode="drop"), generation.at[at].add(1, mode="drop")
+        return first + j.shape[0], table, refcount, generation, tenant.at[at].set(sequences.tenant[row], mode="drop")
 
-    carry = (jnp.int32(0), cache.block_table, cache.refcount, cache.generation)
-    _, table, refcount, generation = lax.while_loop(lambda c: c[0] < total, chunk, carry)
-    cache = cache._replace(block_table=table, refcount=refcount, generation=generation, held=cache.held + give)
-    return cache.write(num_free=num_free - total)
+    carry = (jnp.int32(0), sequences.block_table, radix.refcount, radix.generation, radix.tenant)
+    _, table, refcount, generation, tenant = lax.while_loop(lambda c: c[0] < total, chunk, carry)
+    used = radix.read().used
+    if radix.num_tenants > 1:
+        used = used.at[jnp.clip(sequences.tenant, 0, radix.num_tenants - 1)].add(give)
+    else:
+        used = used + total
+    radix = radix._replace(refcount=refcount, generation=generation, tenant=tenant).write(num_free=num_free - total, used=used)
+    return CacheState(radix, sequences._replace(block_table=table))
+
+
+def hand_out_side(
+    side: Side, table: Int32[Array, "sequences max_blocks"], new: Bool[Array, "sequences max_blocks"]
+) -> tuple[Side, Int32[Array, "sequences max_blocks"]]:
+    """Fill the `new` entries of a side group's table with free blocks, of which there must be as many."""
+    flat = new.reshape(-1)
+    count = prefix_sum(flat.astype(jnp.int32))
+    block = jnp.where(flat, side.free[jnp.where(flat, side.counts[0] - count, 0)], 0)
+    at = jnp.where(flat, block, side.refcount.shape[0])
+    side = side._replace(
+        refcount=side.refcount.at[at].set(1, mode="drop"),
+        generation=side.generation.at[at].add(1, mode="drop"),
+        counts=side.counts.at[0].add(-count[-1]),
+    )
+    return side, jnp.where(new, block.reshape(new.shape), table)
 
 
 def log(
-    events: Int32[Array, "max_events 3"],
-    num_events: Int32[Array, ""],
-    happened: Bool[Array, " ids"],
-    block: Int32[Array, " ids"],
-    generation: Int32[Array, " ids"],
-    groups: int,
-) -> tuple[Int32[Array, "max_events 3"], Int32[Array, ""]]:
-    """Append an event per group for each block that `happened`; what does not fit is counted only."""
+    events: Int32[Array, "max_events fields"], num_events: Int32[Array, ""], happened: Bool[Array, " ids"], *fields: Array | int
+) -> tuple[Int32[Array, "max_events fields"], Int32[Array, ""]]:
+    """Append an event for each entry that `happened`; what does not fit is counted only."""
     count = prefix_sum(happened.astype(jnp.int32))
-    for group in range(groups):
-        at = jnp.where(happened, num_events + (count - 1) * groups + group, events.shape[0])
-        entry = jnp.stack([jnp.full_like(block, group), block, generation], axis=1)
-        events = events.at[at].set(entry, mode="drop")
-    return events, num_events + count[-1] * groups
+    at = jnp.where(happened, num_events + count - 1, events.shape[0])
+    entry = jnp.stack([jnp.broadcast_to(jnp.asarray(field, jnp.int32), happened.shape) for field in fields], axis=1)
+    return events.at[at].set(entry, mode="drop"), num_events + count[-1]
 
 
-def handle(cache: CacheState, block_id: Int32[Array, " ids"]) -> Int32[Array, " ids"]:
+def handle(radix: RadixState, block_id: Int32[Array, " ids"]) -> Int32[Array, " ids"]:
     """The generation that makes `(block_id, generation)` a name for the block's present use; −1 outside the pool or for block 0."""
-    inside = (block_id > 0) & (block_id < cache.generation.shape[0])
-    return jnp.where(inside, cache.generation[jnp.where(inside, block_id, 0)], -1)
+    inside = (block_id > 0) & (block_id < radix.generation.shape[0])
+    return jnp.where(inside, radix.generation[jnp.where(inside, block_id, 0)], -1)
 
 
-def is_current(cache: CacheState, block_id: Int32[Array, " ids"], generation: Int32[Array, " ids"]) -> Bool[Array, " ids"]:
+def is_current(radix: RadixState, block_id: Int32[Array, " ids"], generation: Int32[Array, " ids"]) -> Bool[Array, " ids"]:
     """Whether `(block_id, generation)` still names a block in the use it was issued for: not freed, not handed out again."""
-    inside = (block_id > 0) & (block_id < cache.generation.shape[0])
+    inside = (block_id > 0) & (block_id < radix.generation.shape[0])
     at = jnp.where(inside, block_id, 0)
-    in_use = (cache.refcount[at] > 0) | (cache.slot[at] != UNINDEXED)
-    return inside & in_use & (cache.generation[at] == generation)
+    in_use = (radix.refcount[at] > 0) | radix.is_indexed[at]
+    return inside & in_use & (radix.generation[at] == generation)

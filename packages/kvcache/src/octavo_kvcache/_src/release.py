@@ -10,69 +10,117 @@ from jaxtyping import Array, Bool, Int32
 from octavo_core.plan import CacheEvents
 from octavo_core.specs import CacheSpec
 from octavo_kvcache._src import keys, pool
-from octavo_kvcache._src.state import UNINDEXED, CacheState, num_nodes
+from octavo_kvcache._src.admit import unlease_tail
+from octavo_kvcache._src.grow import release_side
+from octavo_kvcache._src.policy import LATEST, EvictionPolicy, Use
+from octavo_kvcache._src.state import CacheState, Layout, RadixState, layout_of, num_nodes
 
-_LATEST = 1 << 30
 
-
-def release(spec: CacheSpec, cache: CacheState, done: Bool[Array, " sequences"]) -> tuple[CacheState, CacheEvents]:
-    """See `BlockCache.release`."""
-    leaving = done & (cache.held > 0)
-    clock = cache.read().clock + jnp.any(leaving)
-    cache = _rewind(cache.write(clock=clock))
+def release(
+    spec: CacheSpec, cache: CacheState, done: Bool[Array, " sequences"], *, policy: EvictionPolicy
+) -> tuple[CacheState, CacheEvents]:
+    """See `RadixCache.release`."""
+    layout = layout_of(spec)
+    leaving = done & (cache.sequences.held > 0)
+    cache = unlease_tail(CacheState(tick(cache.radix, jnp.any(leaving), policy), cache.sequences), done)
 
     def one(carry: tuple[CacheState, Array]) -> tuple[CacheState, Array]:
         cache, leaving = carry
         row = jnp.argmax(leaving).astype(jnp.int32)
-        return _release_row(cache, row), leaving.at[row].set(False)
+        return _release_row(layout, cache, row, policy), leaving.at[row].set(False)
 
     cache, _ = lax.while_loop(lambda c: jnp.any(c[1]), one, (cache, leaving))
-    cache = cache._replace(
-        sealed=cache.sealed & ~done,
-        chain=jnp.where(done[:, None], keys.root_key(np.zeros(2, np.uint32)), cache.chain),
-        sequence_namespace=jnp.where(done[:, None], np.uint32(0), cache.sequence_namespace),
+    radix, sequences = cache
+    sequences = sequences._replace(
+        sealed=sequences.sealed & ~done,
+        chain=jnp.where(done[:, None], keys.root_key(np.zeros(2, np.uint32)), sequences.chain),
+        namespace=jnp.where(done[:, None], np.uint32(0), sequences.namespace),
+        tenant=jnp.where(done, 0, sequences.tenant),
     )
-    return _drain(spec, cache)
+    radix, events = drain(spec, radix)
+    return CacheState(radix, sequences), events
 
 
-def _rewind(cache: CacheState) -> CacheState:
-    """Keep the clock far from overflow by moving all stamps back together; the oldest become equally old."""
-    clock = cache.read().clock
+def tick(radix: RadixState, ends: Bool[Array, ""], policy: EvictionPolicy) -> RadixState:
+    """Move the clock on if a lease ends; set it back in time, and all stamps with it."""
+    counters = radix.read()
+    clock, half = counters.clock + ends, LATEST // 2
 
-    def back(cache: CacheState) -> CacheState:
-        last_used = jnp.maximum(cache.last_used - _LATEST // 2, 0)
-        return cache._replace(last_used=last_used).write(clock=clock - _LATEST // 2)
+    def back(radix: RadixState) -> RadixState:
+        radix = radix._replace(stamp=policy.rewind(radix.stamp, half))
+        return radix.write(clock=clock - half, floor=policy.rewind(counters.floor[None], half)[0])
 
-    return lax.cond(clock >= _LATEST, back, lambda c: c, cache)
+    return lax.cond(clock >= LATEST - LATEST // 8, back, lambda r: r, radix.write(clock=clock))
 
 
-def _release_row(cache: CacheState, row: Int32[Array, ""]) -> CacheState:
-    nodes, counters = cache.refcount.shape[0], cache.read()
-    block = lax.dynamic_index_in_dim(cache.block_table[0], row, keepdims=False)
-    leased = block > 0
-    left = cache.refcount[block] - 1
-    indexed = cache.slot[block] != UNINDEXED
-    at = jnp.where(leased, block, nodes)
-    cache = cache._replace(
-        refcount=cache.refcount.at[at].set(left, mode="drop"),
-        last_used=cache.last_used.at[at].set(counters.clock, mode="drop"),
-        block_table=cache.block_table.at[:, row].set(0),
-        held=cache.held.at[row].set(0),
-        committed=cache.committed.at[row].set(0),
+def touch(
+    radix: RadixState, ended: Bool[Array, " ids"], block: Int32[Array, " ids"], tenant: Int32[Array, ""], policy: EvictionPolicy
+) -> RadixState:
+    """Stamp the blocks of a path whose lease ended."""
+    counters, stamp = radix.read(), radix.stamp[block]
+    use = Use(
+        clock=counters.clock,
+        floor=counters.floor,
+        tenant=tenant,
+        is_new=jnp.any(ended & (stamp == 0)),
+        path_len=jnp.sum(ended, dtype=jnp.int32),
     )
-    idle = jnp.sum(leased & (left == 0) & indexed, dtype=jnp.int32)
-    return pool.give_back(cache.write(num_evictable=counters.num_evictable + idle), leased & (left == 0) & ~indexed, block)
+    at = jnp.where(ended, block, radix.stamp.shape[0])
+    return radix._replace(stamp=radix.stamp.at[at].set(policy.touch(stamp, use), mode="drop"))
 
 
-def _drain(spec: CacheSpec, cache: CacheState) -> tuple[CacheState, CacheEvents]:
-    counters = cache.read()
-    room = np.arange(cache.stored.shape[0])[:, None]
+def end_leases(radix: RadixState, leased: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> RadixState:
+    """Take one lease off each of these distinct blocks; what nobody leases any more is cached if indexed, else free."""
+    left = radix.refcount[block] - 1
+    indexed = radix.is_indexed[block]
+    at = jnp.where(leased, block, radix.refcount.shape[0])
+    idle = leased & (left == 0) & indexed
+    evictable = radix.read().evictable + pool.by_tenant(radix, idle, block)
+    radix = radix._replace(refcount=radix.refcount.at[at].set(left, mode="drop")).write(evictable=evictable)
+    return pool.give_back(radix, leased & (left == 0) & ~indexed, block)
+
+
+def _release_row(layout: Layout, cache: CacheState, row: Int32[Array, ""], policy: EvictionPolicy) -> CacheState:
+    radix, sequences = cache
+    block = lax.dynamic_index_in_dim(sequences.block_table[layout.whole[0]], row, keepdims=False)
+    radix = touch(radix, (block > 0) & radix.is_indexed[block], block, sequences.tenant[row], policy)
+    sides = []
+    for side, number in zip(radix.sides, layout.side, strict=True):
+        table = lax.dynamic_index_in_dim(sequences.block_table[number], row, keepdims=False)
+        sides.append(release_side(side, table > 0, table))
+    radix = end_leases(radix._replace(sides=tuple(sides)), block > 0, block)
+    sequences = sequences._replace(
+        block_table=sequences.block_table.at[:, row].set(0),
+        held=sequences.held.at[row].set(0),
+        committed=sequences.committed.at[row].set(0),
+    )
+    return CacheState(radix, sequences)
+
+
+def drain(spec: CacheSpec, radix: RadixState) -> tuple[RadixState, CacheEvents]:
+    """Hand over the events since the last drain, and how full the pools are."""
+    layout, counters = layout_of(spec), radix.read()
+    room = np.arange(radix.stored.shape[0])[:, None]
     surplus = np.array(spec.num_blocks, np.int32) - num_nodes(spec)
+    num_free, num_evictable = counters.num_free + surplus, jnp.broadcast_to(counters.num_evictable, surplus.shape)
+    for side, table in zip(radix.sides, layout.side, strict=True):
+        group = table - layout.offset
+        num_free, num_evictable = num_free.at[group].set(side.counts[0]), num_evictable.at[group].set(side.counts[1])
     events = CacheEvents(
-        stored=jnp.where(room < counters.num_stored, cache.stored, -1),
-        removed=jnp.where(room < counters.num_removed, cache.removed, -1),
+        stored=_of_groups(layout, jnp.where(room < counters.num_stored, radix.stored, -1)),
+        removed=_of_groups(layout, jnp.where(room < counters.num_removed, radix.removed, -1)),
         overflow=(counters.num_stored > room.shape[0]) | (counters.num_removed > room.shape[0]),
-        num_free=counters.num_free + surplus,
-        num_evictable=jnp.broadcast_to(counters.num_evictable, surplus.shape),
+        num_free=num_free,
+        num_evictable=num_evictable,
     )
-    return cache.write(num_stored=jnp.int32(0), num_removed=jnp.int32(0)), events
+    return radix.write(num_stored=jnp.int32(0), num_removed=jnp.int32(0)), events
+
+
+def _of_groups(layout: Layout, events: Int32[Array, "events fields"]) -> Int32[Array, "more_events fields"]:
+    """Events with their groups' numbers: those of whole groups once for each, those of side groups once."""
+    code, parts = events[:, :1], []
+    for table in layout.whole if not layout.offset else ():
+        parts.append(jnp.where(code == 0, events.at[:, 0].set(table), -1))
+    for number, table in enumerate(layout.side):
+        parts.append(jnp.where(code == 1 + number, events.at[:, 0].set(table - layout.offset), -1))
+    return jnp.concatenate(parts)

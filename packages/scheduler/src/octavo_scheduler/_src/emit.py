@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
@@ -11,16 +11,14 @@ from octavo_core.plan import CacheEvents, StepPlan
 from octavo_scheduler._src.policy import blocks_for
 from octavo_scheduler._src.state import WAITING, SchedulerState
 
-MAX_COPIES: Final = 1
-"""Length of `StepPlan.copies`; today's caches share whole blocks only and ask for no copy."""
-
 
 class Decision(NamedTuple):
-    """What a step does: new tokens and sampling of each sequence, who was preempted (−1 nobody)."""
+    """What a step does: new tokens and sampling of each sequence, who was preempted (−1 nobody), blocks to copy first."""
 
     query_len: Int32[Array, " sequences"]
     samples: Bool[Array, " sequences"]
     preempted: Int32[Array, ""]
+    copies: Int32[Array, "groups sequences 2"]
 
 
 class Rows(NamedTuple):
@@ -69,7 +67,6 @@ def emit_plan(
     rows = compact_rows(before, decision, num_rows)
     table = row_tables(rows, block_table, block_size)
     tokens = flatten_tokens(before, rows, table, num_tokens, block_size)
-    groups = block_table.shape[0]
     return StepPlan(
         token_ids=tokens.token_ids,
         positions=tokens.positions,
@@ -79,7 +76,7 @@ def emit_plan(
         block_table=table,
         slot_mapping=tokens.slot_mapping,
         sample_rows=jnp.where(rows.samples, rows.query_start[1:] - 1, -1),
-        copies=jnp.full((groups, MAX_COPIES, 2), -1, jnp.int32),
+        copies=decision.copies,
         sequence=rows.sequence,
         cached_len=rows.cached_len,
         num_tokens=rows.query_start[-1],

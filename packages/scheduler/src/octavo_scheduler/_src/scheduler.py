@@ -109,13 +109,13 @@ class ChunkedScheduler(Generic[C]):
         query_len = query_lens(state, self.config)
         blocks = blocks_for(state.computed_len + query_len, self.cache.spec.block_size)
         need = self._of_groups(jnp.where(query_len > 0, blocks, 0))
-        cache, _, status = self.cache.grow(cache, need, rank)
+        cache, _, copies, status = self.cache.grow(cache, need, rank)
         refused = (query_len > 0) & (status != OK)
         victim = jnp.where(jnp.any(refused) & ~ended, choose_victim(state, rank), -1)
         kept = ~refused & (jnp.arange(rank.size) != victim)
         query_len = jnp.where(kept, query_len, 0)
         samples = (query_len > 0) & (state.computed_len + query_len == state.total_len)
-        return cache, Decision(query_len, samples, victim)
+        return cache, Decision(query_len, samples, victim, copies)
 
     def _of_groups(self, blocks: Int32[Array, "*axes"]) -> Int32[Array, "*axes groups"]:
         """The same number of blocks in every KV group."""
@@ -139,6 +139,7 @@ class ChunkedScheduler(Generic[C]):
             state.tokens[first][None],
             jnp.where(state.use_prefix[first], state.known_len[first], 1)[None],
             state.namespace[first][None],
+            state.tenant[first][None],
             self._of_groups(wanted_blocks(state, block_size)[first][None]),
             self._of_groups(promised_blocks(state, block_size) + watermark),
         )

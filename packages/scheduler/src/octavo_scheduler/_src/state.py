@@ -26,7 +26,7 @@ class SchedulerState(NamedTuple):
         limit_len: Most tokens of prompt and answer together.
         guard_len: Tokens the sequence had when it was last preempted; until it has more it is not preempted again.
         cached_len: Tokens found in the cache at its first admission, −1 before.
-        namespace, priority, order, use_prefix: As they arrived.
+        namespace, tenant, priority, order, use_prefix: As they arrived.
         by_rank: Sequences in policy order; where FREE ones stand does not matter. Only arrivals change the order, so only they sort.
     """
 
@@ -39,6 +39,7 @@ class SchedulerState(NamedTuple):
     guard_len: Int32[Array, " sequences"]
     cached_len: Int32[Array, " sequences"]
     namespace: UInt32[Array, "sequences 2"]
+    tenant: Int32[Array, " sequences"]
     priority: Int32[Array, " sequences"]
     order: Int32[Array, " sequences"]
     use_prefix: Bool[Array, " sequences"]
@@ -62,7 +63,7 @@ class SchedulerState(NamedTuple):
 
 def empty_state(num_sequences: int, max_len: int) -> SchedulerState:
     """No sequences. Every field is a buffer of its own, so that all can be donated."""
-    zeros = [jnp.zeros(num_sequences, jnp.int32) for _ in range(9)]
+    zeros = [jnp.zeros(num_sequences, jnp.int32) for _ in range(10)]
     return SchedulerState(
         tokens=jnp.zeros((num_sequences, max_len), jnp.int32),
         status=zeros[0],
@@ -73,8 +74,9 @@ def empty_state(num_sequences: int, max_len: int) -> SchedulerState:
         guard_len=zeros[5],
         cached_len=zeros[6],
         namespace=jnp.zeros((num_sequences, 2), jnp.uint32),
-        priority=zeros[7],
-        order=zeros[8],
+        tenant=zeros[7],
+        priority=zeros[8],
+        order=zeros[9],
         use_prefix=jnp.zeros(num_sequences, bool),
         by_rank=jnp.arange(num_sequences, dtype=jnp.int32),
     )
@@ -130,6 +132,7 @@ def take_arrivals(state: SchedulerState, arrivals: Arrivals, policy: str) -> Sch
         guard_len=put(state.guard_len, 0),
         cached_len=put(state.cached_len, -1),
         namespace=put(state.namespace, arrivals.namespace),
+        tenant=put(state.tenant, arrivals.tenant),
         priority=priority,
         order=order,
         use_prefix=put(state.use_prefix, arrivals.use_prefix),

@@ -1,0 +1,252 @@
+"""Leases that belong to no sequence: allocation by hand, pins, and loans of blocks that are being copied to another tier.
+
+A caller names blocks by handles, `(id, generation)`, as paths: the indexed blocks of a prefix from its first on, each the parent of
+the next, then private ones. A lease on a block without its ancestors would let the tree lose the way to it, so anything but a path is
+refused, as is a stale handle; a refused call changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32, UInt32
+
+from octavo_core.plan import OK, OUT_OF_BLOCKS
+from octavo_kvcache._src import pool
+from octavo_kvcache._src.evict import eviction_key, remove, smallest
+from octavo_kvcache._src.insert import Work, file, judge, run_keys
+from octavo_kvcache._src.match import Match
+from octavo_kvcache._src.policy import EvictionPolicy, LeastRecentlyUsed
+from octavo_kvcache._src.release import end_leases, tick, touch
+from octavo_kvcache._src.state import RadixState
+
+STALE: Final = 2
+"""Status: a handle is outside the pool, names an earlier use of its block, or is not leased as the operation needs it to be."""
+
+NOT_A_PATH: Final = 3
+"""Status: the blocks are not a prefix from its first block on, or one is named twice."""
+
+LRU: Final = LeastRecentlyUsed()
+
+
+class Loan(NamedTuple):
+    """Cached blocks lent out for copying; they and what they follow cannot be evicted meanwhile, but are found as before.
+
+    Attributes:
+        block_ids: In no order; 0 pads.
+        generations: Of each.
+        num_blocks: How many.
+    """
+
+    block_ids: Int32[Array, " size"]
+    generations: Int32[Array, " size"]
+    num_blocks: Int32[Array, ""]
+
+
+def allocate(
+    radix: RadixState, count: Int32[Array, ""], *, size: int, tenant: Int32[Array, ""] | int = 0
+) -> tuple[RadixState, Int32[Array, " size"], Int32[Array, " size"], Int32[Array, ""]]:
+    """Take `count` free blocks, leased once and private; evicts nothing.
+
+    Returns:
+        The tree, ids and generations (0 pads), and `OK` or `OUT_OF_BLOCKS` (nothing was taken: too few are free, or `count` > `size`).
+    """
+    counters, j = radix.read(), jnp.arange(size, dtype=jnp.int32)
+    can = (count >= 0) & (count <= jnp.minimum(counters.num_free, size))
+    count = jnp.where(can, count, 0)
+    block = jnp.where(j < count, radix.free[jnp.maximum(counters.num_free - 1 - j, 0)], 0)
+    at = jnp.where(j < count, block, radix.free.shape[0])
+    owner = jnp.clip(jnp.asarray(tenant, jnp.int32), 0, radix.num_tenants - 1)
+    radix = radix._replace(
+        refcount=radix.refcount.at[at].set(1, mode="drop"),
+        holds=radix.holds.at[at].set(1, mode="drop"),
+        generation=radix.generation.at[at].add(1, mode="drop"),
+        tenant=radix.tenant.at[at].set(owner, mode="drop"),
+    ).write(num_free=counters.num_free - count, used=counters.used.at[owner].add(count))
+    return radix, block, jnp.where(block > 0, radix.generation[block], 0), jnp.where(can, OK, OUT_OF_BLOCKS)
+
+
+def lease(
+    radix: RadixState, block_ids: Int32[Array, " ids"], generations: Int32[Array, " ids"]
+) -> tuple[RadixState, Int32[Array, ""]]:
+    """Lease a cached path once more, as `match` answers it; 0 pads at its end. A pin is a lease that nobody releases soon.
+
+    Returns:
+        The tree, and `OK`, `STALE` or `NOT_A_PATH`.
+    """
+    nodes, named = radix.refcount.shape[0], block_ids != 0
+    at = jnp.where(named & _inside(radix, block_ids), block_ids, 0)
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), at[:-1]])
+    fresh = _inside(radix, block_ids) & (radix.generation[at] == generations) & (radix.slot[at] >= 0)
+    status = _status(jnp.all(fresh | ~named), jnp.all((radix.parent[at] == before) | ~named) & _pads_last(named))
+    taken = named & (status == OK)
+    to = jnp.where(taken, at, nodes)
+    woken = taken & (radix.refcount[at] == 0)
+    radix = radix._replace(
+        refcount=radix.refcount.at[to].add(1, mode="drop"), holds=radix.holds.at[to].add(1, mode="drop")
+    ).write(evictable=radix.read().evictable - pool.by_tenant(radix, woken, at))
+    return radix, status
+
+
+def release(
+    radix: RadixState,
+    block_ids: Int32[Array, " ids"],
+    generations: Int32[Array, " ids"],
+    *,
+    policy: EvictionPolicy = LRU,
+) -> tuple[RadixState, Int32[Array, ""]]:
+    """End a lease taken by `lease` or `allocate`: cached blocks stay and are stamped, private ones become free.
+
+    Returns:
+        The tree, and `OK`, `STALE` (also where a block has no such lease) or `NOT_A_PATH`.
+    """
+    nodes, named = radix.refcount.shape[0], block_ids != 0
+    at = jnp.where(named & _inside(radix, block_ids), block_ids, 0)
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), at[:-1]])
+    held = _inside(radix, block_ids) & (radix.generation[at] == generations) & (radix.holds[at] > 0)
+    indexed = radix.slot[at] >= 0
+    # Indexed blocks follow one another from the first; private ones come last and cannot be told apart by their parents.
+    chained = jnp.where(indexed, radix.parent[at] == before, True) & (indexed[1:] <= indexed[:-1]).all()
+    holds = radix.holds.at[jnp.where(named, at, nodes)].add(-1, mode="drop")
+    once = holds[at] == radix.holds[at] - 1
+    status = _status(jnp.all(held | ~named), jnp.all((chained & once) | ~named) & _pads_last(named))
+    ended = named & (status == OK)
+    to = jnp.where(named & ~ended, at, nodes)
+    radix = tick(radix._replace(holds=holds.at[to].add(1, mode="drop")), jnp.any(ended), policy)
+    owner = radix.tenant[at[0]]
+    radix = touch(radix, ended & indexed, at, owner, policy)
+    return end_leases(radix, ended, at), status
+
+
+def _inside(radix: RadixState, block_ids: Int32[Array, " ids"]) -> Bool[Array, " ids"]:
+    return (block_ids > 0) & (block_ids < radix.refcount.shape[0])
+
+
+def _pads_last(named: Bool[Array, " ids"]) -> Bool[Array, ""]:
+    return jnp.all(named[1:] <= named[:-1])
+
+
+def _status(fresh: Bool[Array, ""], path: Bool[Array, ""]) -> Int32[Array, ""]:
+    return jnp.where(fresh, jnp.where(path, OK, NOT_A_PATH), STALE).astype(jnp.int32)
+
+
+def insert(
+    radix: RadixState,
+    prefix: Match,
+    tokens: Int32[Array, " new_len"],
+    block_ids: Int32[Array, " new_blocks"],
+    generations: Int32[Array, " new_blocks"],
+    namespace: UInt32[Array, " 2"],
+) -> tuple[RadixState, Int32[Array, " new_blocks"], Int32[Array, " new_blocks"], Int32[Array, ""]]:
+    """Make full blocks that follow a leased prefix findable. Idempotent: where an equal block is filed already it is the canonical one.
+
+    The lease on a block moves to the canonical one; the other copy is freed.
+
+    Args:
+        radix: The tree.
+        prefix: What the blocks follow, leased; an empty match where they begin a prefix.
+        tokens: Of the blocks, one after another.
+        block_ids: Allocated blocks that hold their KV; 0 pads at the end.
+        generations: Of each.
+        namespace: The prefix's.
+
+    Returns:
+        The tree, canonical ids and generations (the given ones from the first that could not be filed on), and `OK`, `STALE`,
+        `NOT_A_PATH` (a block is not private, or named twice) or `OUT_OF_BLOCKS` (not all fitted in the index).
+    """
+    size, nodes, named = block_ids.shape[0], radix.refcount.shape[0], block_ids != 0
+    j = jnp.arange(size, dtype=jnp.int32)
+    at = jnp.where(named & _inside(radix, block_ids), block_ids, 0)
+    base = jnp.where(prefix.num_blocks > 0, prefix.block_ids[jnp.maximum(prefix.num_blocks - 1, 0)], 0)
+    base_fresh = (radix.generation[base] == prefix.generations[jnp.maximum(prefix.num_blocks - 1, 0)]) & (radix.refcount[base] > 0)
+    fresh = _inside(radix, block_ids) & (radix.generation[at] == generations) & (radix.holds[at] > 0)
+    twice = jnp.zeros(nodes, jnp.int32).at[jnp.where(named, at, nodes)].add(1, mode="drop")[at] > 1
+    private = (radix.slot[at] < 0) & (radix.refcount[at] == 1) & ~twice
+    status = _status(jnp.all(fresh | ~named) & (base_fresh | (base == 0)), jnp.all(private | ~named) & _pads_last(named))
+    live, blocks = named & (status == OK), tokens.reshape(size, -1)
+    work = Work(
+        live=live,
+        first=jnp.where(live, 0, j),
+        depth=prefix.num_blocks + j,
+        base=jnp.broadcast_to(base, j.shape),
+        own=jnp.where(live, at, 0),
+        tokens=blocks,
+        namespace=jnp.broadcast_to(namespace, (size, 2)),
+        key=run_keys(jnp.where(live, 0, j), jnp.broadcast_to(prefix.chain, (size, 2)), blocks),
+        sequence=jnp.full_like(j, -1),
+    )
+    verdict = judge(radix, work)
+    moved = verdict.moved(work)
+    holds = radix.holds.at[jnp.where(moved, work.own, nodes)].set(0, mode="drop")
+    radix = radix._replace(holds=holds.at[jnp.where(moved, verdict.block, nodes)].add(1, mode="drop"))
+    radix = file(radix, work, verdict)
+    block = jnp.where(verdict.done, verdict.block, block_ids)
+    generation = jnp.where(verdict.done, radix.generation[verdict.block], generations)
+    all_filed = jnp.all(verdict.done | ~live)
+    return radix, block, generation, jnp.where((status == OK) & ~all_filed, OUT_OF_BLOCKS, status)
+
+
+def surplus(radix: RadixState, *, high: float = 0.88, low: float = 0.8) -> Int32[Array, ""]:
+    """Blocks to demote or evict: none while at most `high` of the pool is in use, then as many as bring it down to `low`."""
+    total = radix.free.shape[0] - 1
+    used = total - radix.read().num_free
+    return jnp.where(used > int(high * total), jnp.maximum(used - int(low * total), 0), 0)
+
+
+def lend(
+    radix: RadixState, count: Int32[Array, ""], *, size: int, max_depth: int, policy: EvictionPolicy = LRU
+) -> tuple[RadixState, Loan]:
+    """Lease the `count` blocks that would be evicted first, at most `size`, until `settle`: phase one of a demotion.
+
+    A block whose copy is under way is never freed: it and its ancestors are leased.
+    """
+    count = jnp.clip(jnp.minimum(count, radix.read().num_evictable), 0, size)
+    block = smallest(eviction_key(radix, policy, max_depth), count, size)
+    radix = _along_paths(radix, block, 1)
+    return radix, Loan(block, jnp.where(block > 0, radix.generation[block], 0), count)
+
+
+def settle(radix: RadixState, loan: Loan, stored: Bool[Array, " size"]) -> tuple[RadixState, Int32[Array, ""]]:
+    """End a loan: phase two. Blocks that were `stored` elsewhere and that nobody leases or extended meanwhile are freed.
+
+    Returns:
+        The tree, and `OK` or `STALE` (the loan was settled before, or is of another tree; nothing changed).
+    """
+    named, block = loan.block_ids > 0, jnp.where(_inside(radix, loan.block_ids), loan.block_ids, 0)
+    fresh = (radix.generation[block] == loan.generations) & (radix.holds[block] > 0) & (block == loan.block_ids)
+    status = jnp.where(jnp.all(fresh | ~named), OK, STALE).astype(jnp.int32)
+    radix = _along_paths(radix, jnp.where(status == OK, block, 0), -1)
+    may_go = named & stored & (status == OK) & (radix.refcount[block] == 0)
+    return remove(radix, _childless(radix, may_go, block), block), status
+
+
+def _along_paths(radix: RadixState, block: Int32[Array, " ids"], by: int) -> RadixState:
+    """Add leases to blocks and all they follow, one hop of all paths at a time; what is idle is counted anew."""
+    nodes = radix.refcount.shape[0]
+
+    def hop(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        refcount, holds, block = carry
+        at = jnp.where(block > 0, block, nodes)
+        return refcount.at[at].add(by, mode="drop"), holds.at[at].add(by, mode="drop"), radix.parent[block]
+
+    refcount, holds, _ = lax.while_loop(lambda c: jnp.any(c[2] > 0), hop, (radix.refcount, radix.holds, block))
+    radix = radix._replace(refcount=refcount, holds=holds)
+    idle = (refcount == 0) & radix.is_indexed
+    return radix.write(evictable=pool.by_tenant(radix, idle, jnp.arange(nodes, dtype=jnp.int32)))
+
+
+def _childless(radix: RadixState, may_go: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> Bool[Array, " ids"]:
+    """Of blocks that may go, those all of whose children go too."""
+    nodes = radix.refcount.shape[0]
+    parent = jnp.where(radix.is_indexed, radix.parent, nodes)
+    children = jnp.zeros(nodes, jnp.int32).at[parent].add(1, mode="drop")
+
+    def again(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        gone, _ = carry
+        going = jnp.zeros(nodes, jnp.int32).at[jnp.where(gone, radix.parent[block], nodes)].add(1, mode="drop")
+        left = gone & (children[block] == going[block])
+        return left, jnp.any(left != gone)
+
+    return lax.while_loop(lambda c: c[1], again, (may_go, jnp.any(may_go)))[0]
