@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
+from typing import NamedTuple
 
+import jax
 import pytest
 
 from octavo_core.errors import ConfigError
@@ -28,10 +31,52 @@ def fork(monkeypatch):
     monkeypatch.setitem(sys.modules, "some_fork", module)
 
 
-def test_auto_takes_the_first_that_serves() -> None:
+def test_auto_takes_the_first_that_serves_and_says_why_not_those_before() -> None:
     choice = attention_backend("auto", (FULL,))
-    assert choice.name == next(iter(BACKENDS))
-    assert choice.passed_over == ()
+    names = list(BACKENDS)
+    assert [p.name for p in choice.passed_over] == names[: names.index(choice.name)]
+    assert all(p.reason for p in choice.passed_over)
+
+
+@pytest.mark.skipif(jax.devices()[0].platform != "cpu", reason="is about machines without a GPU")
+def test_without_a_gpu_hopper_says_what_jax_sees() -> None:
+    choice = attention_backend("auto", (FULL,))
+    assert choice.name == "xla"
+    assert choice.passed_over == (("hopper", "needs a GPU of compute capability 9.0 (Hopper); JAX sees cpu (cpu)"),)
+    with pytest.raises(ConfigError, match=r"hopper: needs a GPU of compute capability 9\.0"):
+        attention_backend("hopper", (FULL,))
+
+
+class _Device(NamedTuple):
+    platform: str
+    device_kind: str
+    compute_capability: str
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (dataclasses.replace(FULL, dtype="float32", head_dim=64), "stores bfloat16"),
+        (dataclasses.replace(FULL, dtype="bfloat16", head_dim=80), "heads of"),
+        (dataclasses.replace(FULL, dtype="bfloat16", head_dim=64, block_size=8), "blocks of"),
+        (LATENT, "full attention"),
+    ],
+)
+def test_on_a_hopper_gpu_what_the_kernels_cannot_serve_falls_back_with_the_reason(monkeypatch, spec, reason) -> None:
+    monkeypatch.setattr(jax, "devices", lambda *_: [_Device("gpu", "NVIDIA H200", "9.0")])
+    with pytest.raises(ConfigError, match=f"hopper: .*{reason}"):
+        attention_backend("hopper", (spec,))
+
+
+def test_on_a_hopper_gpu_hopper_serves(monkeypatch) -> None:
+    monkeypatch.setattr(jax, "devices", lambda *_: [_Device("gpu", "NVIDIA H200", "9.0")])
+    assert attention_backend("auto", (dataclasses.replace(FULL, dtype="bfloat16", head_dim=64),)).name == "hopper"
+
+
+def test_another_gpu_is_named() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: [_Device("gpu", "NVIDIA B200", "10.0")])
+        assert "NVIDIA B200 (gpu, compute capability 10.0)" in attention_backend("auto", (FULL,)).passed_over[0].reason
 
 
 def test_a_short_name_is_taken_at_its_word() -> None:

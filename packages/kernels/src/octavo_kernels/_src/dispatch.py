@@ -14,6 +14,7 @@ from octavo_core.seams import AttentionBackend
 from octavo_core.specs import KVGroupSpec
 
 BACKENDS: Final = {
+    "hopper": "octavo_kernels._src.hopper:hopper_attention",
     "xla": "octavo_kernels._src.xla_attention:XlaAttention",
     "reference": "octavo_kernels._src.reference_attention:ReferenceAttention",
 }

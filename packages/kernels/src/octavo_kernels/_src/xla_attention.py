@@ -13,27 +13,20 @@ Source: online softmax after Milakov and Gimelshein (2018), tiled as in FlashAtt
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt8
+from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
 
 from octavo_core.seams import AttentionBatch
 from octavo_core.specs import KVGroupSpec
+from octavo_kernels._src.pools import Pools, gather_blocks, new_pools, scatter_blocks, write_pools
+from octavo_kernels._src.query_tiles import query_tiles
 
 TILE_KV_TOKENS = 256
 TILE_ROWS = 8
 TILE_Q = 128
 GROUP_LANES = 4
 MASKED = -1e30
-
-
-class XlaKV(NamedTuple):
-    """KV memory of one group, one pair of arrays a layer; bfloat16 as uint16 bits."""
-
-    k: tuple[Shaped[Array, "blocks kv_heads block_size head_dim"], ...]
-    v: tuple[Shaped[Array, "blocks kv_heads block_size head_dim"], ...]
 
 
 class XlaAttention:
@@ -49,7 +42,7 @@ class XlaAttention:
         self._tile_q = tile_q
         self.layout_id = "xla-bhsd-1"
 
-    def init_kv(self, spec: KVGroupSpec, num_blocks: int) -> XlaKV:
+    def init_kv(self, spec: KVGroupSpec, num_blocks: int) -> Pools:
         """Zeroed memory.
 
         Raises:
@@ -59,29 +52,21 @@ class XlaAttention:
             raise NotImplementedError(f"xla attention serves full attention, this group is '{spec.kind}'")
         if spec.dtype not in ("float32", "bfloat16"):
             raise NotImplementedError(f"xla attention stores float32 or bfloat16, this group wants {spec.dtype}")
-        dtype = jnp.uint16 if spec.dtype == "bfloat16" else jnp.float32
-        shape = (num_blocks, spec.kv_heads, spec.block_size, spec.head_dim)
-        layers = range(len(spec.layers))
-        return XlaKV(tuple(jnp.zeros(shape, dtype) for _ in layers), tuple(jnp.zeros(shape, dtype) for _ in layers))
+        return new_pools(spec, num_blocks, jnp.uint16 if spec.dtype == "bfloat16" else jnp.float32)
 
     def write(
         self,
-        kv: XlaKV,
+        kv: Pools,
         layer: int,
         k: Float[Array, "tokens kv_heads head_dim"],
         v: Float[Array, "tokens kv_heads head_dim"],
         slot_mapping: Int32[Array, " tokens"],
-    ) -> XlaKV:
+    ) -> Pools:
         """Store K and V of the step's tokens. Cost: the bytes written."""
-        num_blocks, _, block_size, _ = kv.k[layer].shape
-        block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
-        offset = slot_mapping % block_size
-        new_k = kv.k[layer].at[block, :, offset].set(_store(k, kv.k[layer].dtype), mode="drop")
-        new_v = kv.v[layer].at[block, :, offset].set(_store(v, kv.v[layer].dtype), mode="drop")
-        return XlaKV(_replace(kv.k, layer, new_k), _replace(kv.v, layer, new_v))
+        return write_pools(kv, layer, k, v, slot_mapping)
 
     def attend(
-        self, kv: XlaKV, layer: int, q: Float[Array, "tokens q_heads head_dim"], batch: AttentionBatch, *, scale: float
+        self, kv: Pools, layer: int, q: Float[Array, "tokens q_heads head_dim"], batch: AttentionBatch, *, scale: float
     ) -> Float[Array, "tokens q_heads head_dim"]:
         """Causal attention. Cost: each row reads the KV it can see once (longer rows once per `tile_q` queries)."""
         k, v = kv.k[layer], kv.v[layer]
@@ -157,7 +142,7 @@ class XlaAttention:
         """Rows from `num_single` on, one tile of queries at a time, in flat order: what a tile writes beyond its row, the next overwrites."""
         tokens, kv_heads, group, head_dim = q.shape
         tile_q, tile_tokens = min(self._tile_q, tokens), tile_blocks * k.shape[2]
-        item_row, item_tile, num_items = _query_tiles(batch, tokens, tile_q)
+        item_row, item_tile, num_items = query_tiles(batch, tokens, tile_q)
         compute = jnp.float32 if k.dtype == jnp.float32 else jnp.bfloat16
         q = jnp.pad((q.astype(jnp.float32) * scale).astype(compute), ((0, tile_q), (0, 0), (0, 0), (0, 0)))
         out = jnp.pad(out, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
@@ -194,24 +179,13 @@ class XlaAttention:
 
         return lax.fori_loop(0, num_items, item, out)[:tokens]
 
-    def gather(self, kv: XlaKV, block_ids: Int32[Array, " ids"]) -> UInt8[Array, "ids block_bytes"]:
+    def gather(self, kv: Pools, block_ids: Int32[Array, " ids"]) -> UInt8[Array, "ids block_bytes"]:
         """All layers of each block: K then V of layer 0, of layer 1, … An id outside the pool answers zeros."""
-        parts = [x.at[block_ids].get(mode="fill", fill_value=0) for pair in zip(kv.k, kv.v, strict=True) for x in pair]
-        return jnp.concatenate([lax.bitcast_convert_type(p, jnp.uint8).reshape(len(block_ids), -1) for p in parts], axis=1)
+        return gather_blocks(kv, block_ids)
 
-    def scatter(self, kv: XlaKV, block_ids: Int32[Array, " ids"], data: UInt8[Array, "ids block_bytes"]) -> XlaKV:
+    def scatter(self, kv: Pools, block_ids: Int32[Array, " ids"], data: UInt8[Array, "ids block_bytes"]) -> Pools:
         """The inverse of `gather`; id −1 stores nothing."""
-        layers, dtype = len(kv.k), kv.k[0].dtype
-        target = jnp.where(block_ids < 0, kv.k[0].shape[0], block_ids)
-        parts = data.reshape(len(block_ids), layers, 2, *kv.k[0].shape[1:], dtype.itemsize)
-        values = lax.bitcast_convert_type(parts, dtype)
-        new_k = tuple(x.at[target].set(values[:, i, 0], mode="drop") for i, x in enumerate(kv.k))
-        new_v = tuple(x.at[target].set(values[:, i, 1], mode="drop") for i, x in enumerate(kv.v))
-        return XlaKV(new_k, new_v)
-
-
-def _store(x: Float[Array, "..."], dtype: jnp.dtype) -> Shaped[Array, "..."]:
-    return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16) if dtype == jnp.uint16 else x.astype(dtype)
+        return scatter_blocks(kv, block_ids, data)
 
 
 def _inside(table: Int32[Array, "rows max_blocks"], num_blocks: int) -> Int32[Array, "rows max_blocks"]:
@@ -223,10 +197,6 @@ def _load(pool: Shaped[Array, "blocks kv_heads block_size head_dim"], ids: Int32
     """Blocks as float32; ids are inside the pool."""
     x = pool.at[ids].get(mode="promise_in_bounds")
     return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32) if x.dtype == jnp.uint16 else x
-
-
-def _replace(layers: tuple[Array, ...], layer: int, value: Array) -> tuple[Array, ...]:
-    return (*layers[:layer], value, *layers[layer + 1 :])
 
 
 def _pad_to(x: Shaped[Array, "..."], axis: int, multiple: int) -> Shaped[Array, "..."]:
@@ -241,19 +211,3 @@ def _token_index(tile: Int32[Array, ""], tile_blocks: int, block_size: int) -> I
 
 def _normalise(acc: Float32[Array, "... head_dim"], total: Float32[Array, "..."]) -> Float32[Array, "... head_dim"]:
     return acc / jnp.where(total > 0, total, 1.0)[..., None]
-
-
-def _query_tiles(
-    batch: AttentionBatch, tokens: int, tile_q: int
-) -> tuple[Int32[Array, " items"], Int32[Array, " items"], Int32[Array, ""]]:
-    """The tiles of queries of all long rows in flat order: row, index of the tile in its row, number of tiles."""
-    rows = batch.context_len.shape[0]
-    index = jnp.arange(rows)
-    is_long: Bool[Array, " rows"] = (index >= batch.num_single) & (index < batch.num_rows)
-    lengths = jnp.where(is_long, batch.query_start[1:] - batch.query_start[:-1], 0)
-    ends = jnp.cumsum((lengths + tile_q - 1) // tile_q)
-    item = jnp.arange(tokens // tile_q + min(rows, tokens), dtype=jnp.int32)
-    row = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
-    row = jnp.minimum(row, rows - 1)
-    begin = ends[row] - (lengths[row] + tile_q - 1) // tile_q
-    return row, (item - begin).astype(jnp.int32), ends[-1].astype(jnp.int32)

@@ -1,0 +1,33 @@
+"""Whether JAX sees a Hopper GPU. Imports Pallas only where it does: other machines start without it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import jax
+
+if TYPE_CHECKING:
+    from octavo_kernels._src.hopper_attention import HopperAttention
+
+COMPUTE_CAPABILITY: Final = "9.0"
+
+
+def hopper_attention() -> HopperAttention:
+    """The backend.
+
+    Raises:
+        NotImplementedError: Where JAX sees no Hopper GPU.
+    """
+    require_hopper()
+    from octavo_kernels._src.hopper_attention import HopperAttention
+
+    return HopperAttention()
+
+
+def require_hopper() -> None:
+    """Raises `NotImplementedError`, saying what JAX sees instead, unless its first device is a Hopper GPU."""
+    device = jax.devices()[0]
+    found = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or str(found) != COMPUTE_CAPABILITY:
+        what = f"{device.device_kind} ({device.platform}{f', compute capability {found}' if found else ''})"
+        raise NotImplementedError(f"needs a GPU of compute capability {COMPUTE_CAPABILITY} (Hopper); JAX sees {what}")

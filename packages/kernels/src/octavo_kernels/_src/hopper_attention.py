@@ -1,0 +1,177 @@
+"""Paged attention for Hopper GPUs: `hopper_decode` for rows with one new token, `hopper_prefill` for longer rows, one call for both.
+
+Knows what the kernels can serve and which configuration they get. Knows nothing of what happens inside them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Float, Int32, UInt8
+
+from octavo_core.seams import AttentionBatch
+from octavo_core.specs import KVGroupSpec
+from octavo_kernels._src.hopper import require_hopper
+from octavo_kernels._src.hopper_decode import DecodeConfig, partial_results, share_out
+from octavo_kernels._src.hopper_merge import merge
+from octavo_kernels._src.hopper_prefill import PrefillConfig, cut, prefill
+from octavo_kernels._src.pools import Pools, gather_blocks, new_pools, scatter_blocks, write_pools
+
+HEAD_DIMS: Final = (64, 128)
+BLOCK_SIZES: Final = (16, 32, 64)
+MAX_GROUP: Final = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperChoices:
+    """What may be tuned; None is the heuristic's choice.
+
+    Attributes:
+        num_ctas: Thread blocks of a kernel: multiprocessors of the device.
+        decode_tile_kv, decode_stages: KV tokens of a decode step, steps in shared memory.
+        prefill_tile_kv, prefill_stages: The same of a prefill step.
+        take_turns: Whether the compute warpgroups of prefill alternate between matrix units and softmax.
+    """
+
+    num_ctas: int = 132
+    decode_tile_kv: int | None = None
+    decode_stages: int | None = None
+    prefill_tile_kv: int | None = None
+    prefill_stages: int | None = None
+    take_turns: bool = True
+
+
+class HopperAttention:
+    """`octavo_core.seams.AttentionBackend` in Pallas Mosaic GPU kernels.
+
+    Args:
+        choices: Of configurations.
+        interpret: Parameters of Pallas's GPU interpreter, to run on a CPU; None needs a Hopper GPU.
+
+    Raises:
+        NotImplementedError: Where JAX sees no Hopper GPU.
+    """
+
+    layout_id: Final = "hopper-bhsd-1"
+
+    def __init__(self, *, choices: HopperChoices | None = None, interpret: Any = None) -> None:
+        if interpret is None:
+            require_hopper()
+        self._choices = choices or HopperChoices()
+        self._interpret = interpret
+
+    def init_kv(self, spec: KVGroupSpec, num_blocks: int) -> Pools:
+        """Zeroed memory.
+
+        Raises:
+            NotImplementedError: For groups, element types, head sizes and block sizes the kernels do not serve.
+        """
+        if spec.kind != "full":
+            raise NotImplementedError(f"hopper attention serves full attention, this group is '{spec.kind}'")
+        if spec.dtype != "bfloat16":
+            raise NotImplementedError(f"hopper attention stores bfloat16, this group wants {spec.dtype}; set --dtype bfloat16")
+        if spec.head_dim not in HEAD_DIMS:
+            raise NotImplementedError(f"hopper attention serves heads of {HEAD_DIMS} elements, these have {spec.head_dim}")
+        if spec.block_size not in BLOCK_SIZES:
+            raise NotImplementedError(f"hopper attention serves blocks of {BLOCK_SIZES} tokens, these hold {spec.block_size}")
+        return new_pools(spec, num_blocks, jnp.bfloat16)
+
+    def write(
+        self,
+        kv: Pools,
+        layer: int,
+        k: Float[Array, "tokens kv_heads head_dim"],
+        v: Float[Array, "tokens kv_heads head_dim"],
+        slot_mapping: Int32[Array, " tokens"],
+    ) -> Pools:
+        """Store K and V of the step's tokens. Cost: the bytes written."""
+        return write_pools(kv, layer, k, v, slot_mapping)
+
+    def attend(
+        self, kv: Pools, layer: int, q: Float[Array, "tokens q_heads head_dim"], batch: AttentionBatch, *, scale: float
+    ) -> Float[Array, "tokens q_heads head_dim"]:
+        """Causal attention. Queries are rounded to bfloat16.
+
+        Cost: rows with one new token read the KV they can see once; longer rows once per tile of queries.
+
+        Raises:
+            NotImplementedError: For more than 64 query heads to a KV head.
+        """
+        k, v = kv.k[layer], kv.v[layer]
+        group = q.shape[1] // k.shape[1]
+        if group > MAX_GROUP:
+            raise NotImplementedError(f"hopper attention serves at most {MAX_GROUP} query heads to a KV head, these are {group}")
+        low = q.astype(jnp.bfloat16)
+        decode, long = self.configs(group, k.shape, scale)
+        low = q.astype(jnp.bfloat16).reshape(len(q), k.shape[1], group, q.shape[2])
+        rows = _token_rows(batch, len(q))
+        out = self._decode(low, k, v, rows, decode)
+        if len(q) > len(batch.context_len):
+            answers = prefill(low, k, v, batch.block_table, cut(batch, len(q), long), long, self._interpret)
+            index = jnp.arange(len(q))[:, None, None, None]
+            out = jnp.pad(out, ((0, len(q) - len(out)), (0, 0), (0, 0), (0, 0)))
+            live = batch.query_start[batch.num_rows]
+            out = jnp.where((index >= batch.num_single) & (index < live), answers, out)
+        return out.reshape(q.shape).astype(q.dtype)
+
+    def configs(self, group: int, pool: tuple[int, ...], scale: float) -> tuple[DecodeConfig, PrefillConfig]:
+        """What the kernels are compiled for."""
+        _, kv_heads, block_size, head_dim = pool
+        chosen, small = self._choices, head_dim <= 64
+        shape: dict[str, Any] = {
+            "group": group,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "block_size": block_size,
+            "scale": scale,
+            "num_ctas": chosen.num_ctas,
+            "interpreted": self._interpret is not None,
+        }
+        decode = DecodeConfig(**shape, tile_kv=chosen.decode_tile_kv or (128 if small else 64), stages=chosen.decode_stages or 4)
+        long = PrefillConfig(
+            **shape,
+            tile_kv=chosen.prefill_tile_kv or 128,
+            stages=chosen.prefill_stages or (4 if small else 2),
+            take_turns=chosen.take_turns,
+        )
+        return decode, long
+
+    def _decode(
+        self, q: BFloat16[Array, "tokens kv_heads group head_dim"], k: Array, v: Array, rows: _Rows, config: DecodeConfig
+    ) -> BFloat16[Array, "rows kv_heads group head_dim"]:
+        shares = share_out(rows.context_len, rows.num_rows, config)
+        partial, lse = partial_results(q, k, v, rows.block_table, rows.context_len, shares, config, self._interpret)
+        return merge(partial, lse, shares.rows, None, config, self._interpret)[:, :, : config.group]
+
+    def gather(self, kv: Pools, block_ids: Int32[Array, " ids"]) -> UInt8[Array, "ids block_bytes"]:
+        """All layers of each block: K then V of layer 0, of layer 1, … An id outside the pool answers zeros."""
+        return gather_blocks(kv, block_ids)
+
+    def scatter(self, kv: Pools, block_ids: Int32[Array, " ids"], data: UInt8[Array, "ids block_bytes"]) -> Pools:
+        """The inverse of `gather`; id −1 stores nothing."""
+        return scatter_blocks(kv, block_ids, data)
+
+
+class _Rows(NamedTuple):
+    """Rows with one new token, at flat index = row."""
+
+    context_len: Int32[Array, " rows"]
+    block_table: Int32[Array, "rows max_blocks"]
+    num_rows: Int32[Array, ""]
+
+
+def _token_rows(batch: AttentionBatch, tokens: int) -> _Rows:
+    """What decode serves: the rows with one new token; in a step of no more tokens than rows, every token as a row of its own.
+
+    The second costs a row with several tokens one reading of its KV for each, and spares a step of single tokens everything that
+    longer rows need.
+    """
+    rows = len(batch.context_len)
+    if tokens > rows:
+        return _Rows(batch.context_len, batch.block_table, batch.num_single)
+    index = jnp.arange(tokens)
+    row = jnp.minimum(jnp.sum(batch.query_start[1:] <= index[:, None], axis=1), rows - 1)
+    seen = jnp.minimum(batch.positions + 1, batch.context_len[row])
+    return _Rows(seen, batch.block_table[row], batch.query_start[batch.num_rows])

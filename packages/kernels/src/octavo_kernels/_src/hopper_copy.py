@@ -1,0 +1,95 @@
+"""The copying warpgroup of the Hopper kernels: block ids read from the table in device memory, one TMA copy a block and KV head.
+
+Knows stages and their barriers (`k_full`, `k_free`, `v_full`, `v_free`). Knows nothing of who computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+class Steps(NamedTuple):
+    """Consecutive tiles of KV of one row and KV head.
+
+    Attributes:
+        row, head: Whose.
+        context: Tokens of the row; block ids beyond it are not read.
+        first, num_tiles: Tiles of the row.
+        before: Steps this thread block has made ahead of these.
+    """
+
+    row: jax.Array
+    head: jax.Array
+    context: jax.Array
+    first: jax.Array
+    num_tiles: jax.Array
+    before: jax.Array
+
+
+@runtime_checkable
+class Staged(Protocol):
+    """What copying needs of a kernel's configuration."""
+
+    @property
+    def stages(self) -> int:
+        """Tiles of KV in shared memory."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def tile_blocks(self) -> int:
+        """Blocks of a tile."""
+
+    @property
+    def free_too_early(self) -> bool:
+        """Plants a fault: copies are issued before their buffer is known to be free."""
+
+
+def copy_steps(config: Staged, steps: Steps, k: Any, v: Any, table: Any, at: dict[str, Any]) -> None:
+    """Issue the copies of these tiles, each as soon as its buffer is free. Blocks beyond the context repeat its last block."""
+    stages = jnp.int32(config.stages)
+    last = lax.div(jnp.maximum(steps.context - 1, 0), jnp.int32(config.block_size))
+
+    def ids(i: jax.Array) -> tuple[jax.Array, ...]:
+        begin = (steps.first + i) * config.tile_blocks
+        return tuple(table[steps.row, jnp.minimum(begin + p, last)] for p in range(config.tile_blocks))
+
+    def step(i: jax.Array, blocks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        number = steps.before + i
+        stage = lax.rem(number, stages)
+        following = ids(i + 1)  # under way while this step waits
+        for name, pool in (("k", k), ("v", v)):
+
+            def wait_free(name: str = name) -> None:
+                @pl.when(number >= stages)
+                def _() -> None:
+                    plgpu.barrier_wait(at[name + "_free"].at[stage])
+
+            if not config.free_too_early:
+                wait_free()
+            for p, block in enumerate(blocks):
+                tile = at[name].at[stage, pl.ds(p * config.block_size, config.block_size)]
+                plgpu.copy_gmem_to_smem(pool.at[block, steps.head], tile, at[name + "_full"].at[stage])
+            if config.free_too_early:
+                wait_free()
+        return following
+
+    lax.fori_loop(0, steps.num_tiles, step, ids(jnp.int32(0)))
+
+
+def observe(barrier: Any, phases: jax.Array, count: int) -> None:
+    """Wait for the last phases of `count` barriers used in turn: one must not go with a phase unobserved."""
+
+    def one(i: jax.Array, _: tuple[()]) -> tuple[()]:
+        plgpu.barrier_wait(barrier.at[lax.rem(i, jnp.int32(count))])
+        return ()
+
+    lax.fori_loop(jnp.maximum(phases - count, 0), phases, one, ())

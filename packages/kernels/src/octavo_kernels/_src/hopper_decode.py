@@ -1,0 +1,337 @@
+"""Decode on Hopper: rows with one new token, each over a long context, at the speed of memory.
+
+One thread block stays on each multiprocessor and reads an equal share of all KV of the step, whatever the lengths of its rows: the
+share may start and end inside a row. Each stretch of one row and KV head in a share is a *segment*; it leaves one partial
+result with its log-sum-exp, and `hopper_merge` adds these up.
+
+Roles in a thread block: one warpgroup issues copies (TMA, one block of KV and one KV head each, at the block id it reads from the
+table), two compute on alternate tiles. The query heads of a KV head are the rows of one matrix product.
+
+Source: FlashAttention-3 (Shah et al. 2024) for the roles, FlashDecoding and Stream-K (Osama et al. 2023) for the shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float32, Int32
+
+from octavo_kernels._src import mosaic
+from octavo_kernels._src.hopper_copy import Steps, copy_steps, observe
+from octavo_kernels._src.mosaic import FLOOR, LOG2E, MASKED, TILE_ROWS, WARPGROUP_ROWS, WGMMA
+
+COMPUTE_WARPGROUPS = 2
+COPY_WARPGROUP = COMPUTE_WARPGROUPS
+QUERY_BUFFERS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Shapes and choices a decode kernel is compiled for.
+
+    Attributes:
+        group: Query heads of a KV head, at most 64.
+        kv_heads, head_dim, block_size: Of the pool.
+        tile_kv: KV tokens of one step; whole blocks.
+        stages: Steps of KV in shared memory; even, because compute warpgroups take turns.
+        num_ctas: Thread blocks, one per multiprocessor.
+        scale, soft_cap, window: Of the scores.
+        interpreted: For the interpreter (`mosaic`).
+        free_too_early: Plants a fault: copies are issued before their buffer is known to be free.
+    """
+
+    group: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    scale: float
+    tile_kv: int = 64
+    stages: int = 4
+    num_ctas: int = 132
+    soft_cap: float | None = None
+    window: int | None = None
+    interpreted: bool = False
+    free_too_early: bool = False
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of a partial result: the group, in whole tiles."""
+        return -(-self.group // TILE_ROWS) * TILE_ROWS
+
+    @property
+    def tile_blocks(self) -> int:
+        """Blocks of a step."""
+        return self.tile_kv // self.block_size
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers, by name."""
+        shape = (self.stages, self.tile_kv, self.head_dim)
+        spill = (COMPUTE_WARPGROUPS, WARPGROUP_ROWS, self.tile_kv)
+        return {
+            "q": mosaic.tiled((QUERY_BUFFERS, WARPGROUP_ROWS, self.head_dim), jnp.bfloat16),
+            "k": mosaic.tiled(shape, jnp.bfloat16),
+            "v": mosaic.tiled(shape, jnp.bfloat16),
+            "out": mosaic.tiled((WARPGROUP_ROWS, self.head_dim), jnp.float32),
+            "top": plgpu.SMEM((WARPGROUP_ROWS,), jnp.float32),
+            "total": plgpu.SMEM((WARPGROUP_ROWS,), jnp.float32),
+            "spill": mosaic.tiled(spill, jnp.bfloat16) if self.interpreted else None,
+            "q_full": plgpu.Barrier(num_barriers=QUERY_BUFFERS),
+            "q_free": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=QUERY_BUFFERS),
+            "k_full": plgpu.Barrier(num_arrivals=self.tile_blocks, num_barriers=self.stages),
+            "v_full": plgpu.Barrier(num_arrivals=self.tile_blocks, num_barriers=self.stages),
+            "k_free": plgpu.Barrier(num_barriers=self.stages),
+            "v_free": plgpu.Barrier(num_barriers=self.stages),
+            "out_full": plgpu.Barrier(),
+            "out_free": plgpu.Barrier(),
+        }
+
+    def smem_bytes(self) -> int:
+        """Shared memory of a thread block."""
+        return mosaic.smem_bytes(self.scratch())
+
+
+class Shares(NamedTuple):
+    """Who reads what.
+
+    Attributes:
+        start: Of each thread block: row, KV head and step its share starts at, steps in it, segments in it.
+        rows: Of each row: steps of all rows before it (times KV heads), its own steps, steps of a share.
+    """
+
+    start: Int32[Array, "ctas 5"]
+    rows: Int32[Array, "rows 3"]
+
+
+def first_step(context: Any, config: DecodeConfig) -> Any:
+    """First step of a row in which anything is visible."""
+    return 0 if config.window is None else jnp.maximum(context - config.window, 0) // config.tile_kv
+
+
+def share_out(context_len: Int32[Array, " rows"], num_single: Int32[Array, ""], config: DecodeConfig) -> Shares:
+    """Cut the KV of the first `num_single` rows into equal shares."""
+    rows = jnp.arange(len(context_len), dtype=jnp.int32)
+    steps = -(-context_len // config.tile_kv) - first_step(context_len, config)
+    steps = jnp.where(rows < num_single, jnp.maximum(steps, 1), 0)
+    ends = jnp.cumsum(steps) * config.kv_heads
+    share = jnp.maximum(-(-ends[-1] // config.num_ctas), 1)
+    begin = jnp.minimum(jnp.arange(config.num_ctas, dtype=jnp.int32) * share, ends[-1])
+    count = jnp.minimum(share, ends[-1] - begin)
+
+    def place(at: Int32[Array, " ctas"]) -> tuple[Int32[Array, " ctas"], ...]:
+        row = jnp.minimum(jnp.sum(ends[None] <= at[:, None], axis=1, dtype=jnp.int32), len(rows) - 1)
+        length = jnp.maximum(steps[row], 1)
+        inside = at - (ends[row] - length * config.kv_heads)
+        return row, inside // length, inside % length
+
+    row, head, step = place(begin)
+    last_row, last_head, _ = place(jnp.maximum(begin + count - 1, 0))
+    segments = jnp.where(count > 0, (last_row - row) * config.kv_heads + last_head - head + 1, 0)
+    start = jnp.stack([row, head, step, count, segments], axis=1).astype(jnp.int32)
+    return Shares(start, jnp.stack([ends - steps * config.kv_heads, steps, jnp.full_like(steps, share)], axis=1))
+
+
+class _Segment(NamedTuple):
+    """A stretch of one row and KV head; `number` of the share's."""
+
+    number: jax.Array
+    steps: Steps
+
+
+def partial_results(
+    q: BFloat16[Array, "tokens kv_heads group head_dim"],
+    k: BFloat16[Array, "blocks kv_heads block_size head_dim"],
+    v: BFloat16[Array, "blocks kv_heads block_size head_dim"],
+    table: Int32[Array, "rows max_blocks"],
+    context_len: Int32[Array, " rows"],
+    shares: Shares,
+    config: DecodeConfig,
+    interpret: Any = None,
+) -> tuple[Float32[Array, "slots group_rows head_dim"], Float32[Array, "slots group_rows"]]:
+    """One partial result a segment, at slot row * kv_heads + head + thread block; other slots hold anything.
+
+    Cost: reads each visible K and V once; writes `group_rows * (head_dim + 1)` floats a segment.
+    """
+    slots = context_len.shape[0] * config.kv_heads + config.num_ctas
+    queries = q[: len(context_len)].reshape(-1, config.group, config.head_dim)
+    queries = jnp.pad(queries, ((0, 0), (0, config.group_rows - config.group), (0, 0)))
+    run = plgpu.kernel(
+        lambda *refs: _body(config, *refs),
+        out_type=(
+            jax.ShapeDtypeStruct((slots, config.group_rows, config.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((slots, config.group_rows), jnp.float32),
+        ),
+        scratch_types=[config.scratch()],
+        grid=(config.num_ctas,),
+        grid_names=("cta",),
+        num_threads=COMPUTE_WARPGROUPS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return run(queries, k, v, table, context_len, shares.start)
+
+
+def _body(
+    config: DecodeConfig,
+    q: Any,
+    k: Any,
+    v: Any,
+    table: Any,
+    context_len: Any,
+    start: Any,
+    out: Any,
+    lse: Any,
+    scratch: dict[str, Any],
+) -> None:
+    wg = lax.axis_index("wg")
+
+    @pl.when(wg == COPY_WARPGROUP)
+    def _copy() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        _copy_share(config, q, k, v, table, context_len, start, scratch)
+
+    @pl.when(wg < COMPUTE_WARPGROUPS)
+    def _compute() -> None:
+        plgpu.set_max_registers(232, action="increase")
+        _compute_share(config, context_len, start, out, lse, scratch)
+
+
+def _each_segment(config: DecodeConfig, context_len: Any, start: Any, visit: Any) -> tuple[jax.Array, jax.Array]:
+    """Call `visit` with each segment of this thread block's share; answers the share's segments and steps."""
+    cta = lax.axis_index("cta")
+    row, head, step, steps, segments = (start[cta, i] for i in range(5))
+
+    def one(number: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        row, head, step, before = state
+        context = context_len[row]
+        first = first_step(context, config)
+        whole = jnp.maximum(lax.div(context + (config.tile_kv - 1), jnp.int32(config.tile_kv)) - first, 1)
+        count = jnp.minimum(whole - step, steps - before)
+        visit(_Segment(number, Steps(row, head, context, first + step, count, before)))
+        is_last = head + 1 == config.kv_heads
+        return jnp.where(is_last, row + 1, row), jnp.where(is_last, 0, head + 1), jnp.int32(0), before + count
+
+    lax.fori_loop(0, segments, one, (row, head, step, jnp.int32(0)))
+    return segments, steps
+
+
+def _copy_share(config: DecodeConfig, q: Any, k: Any, v: Any, table: Any, context_len: Any, start: Any, at: dict[str, Any]) -> None:
+    def segment(s: _Segment) -> None:
+        buffer = lax.rem(s.number, jnp.int32(QUERY_BUFFERS))
+
+        @pl.when(s.number >= QUERY_BUFFERS)
+        def _() -> None:
+            plgpu.barrier_wait(at["q_free"].at[buffer])
+
+        tile = at["q"].at[buffer, pl.ds(0, config.group_rows)]
+        plgpu.copy_gmem_to_smem(q.at[s.steps.row * config.kv_heads + s.steps.head], tile, at["q_full"].at[buffer])
+        copy_steps(config, s.steps, k, v, table, at)
+
+    segments, steps = _each_segment(config, context_len, start, segment)
+    observe(at["q_free"], segments, QUERY_BUFFERS)
+    observe(at["k_free"], steps, config.stages)
+    observe(at["v_free"], steps, config.stages)
+
+
+def _compute_share(config: DecodeConfig, context_len: Any, start: Any, out: Any, lse: Any, at: dict[str, Any]) -> None:
+    wg = lax.axis_index("wg")
+    cta = lax.axis_index("cta")
+
+    def segment(s: _Segment) -> None:
+        buffer = lax.rem(s.number, jnp.int32(QUERY_BUFFERS))
+        plgpu.barrier_wait(at["q_full"].at[buffer])
+        skip = lax.rem(s.steps.before + wg, jnp.int32(2))
+        state = (
+            mosaic.filled((WARPGROUP_ROWS, config.head_dim), 0, WGMMA),
+            mosaic.filled((WARPGROUP_ROWS,), FLOOR, WGMMA.reduce(1)),
+            mosaic.filled((WARPGROUP_ROWS,), 0, WGMMA.reduce(1)),
+        )
+        turns = lax.div(s.steps.num_tiles - skip + 1, jnp.int32(2))
+        acc, top, total = lax.fori_loop(0, turns, lambda j, x: _step(config, s.steps, skip + 2 * j, buffer, at, x), state)
+        plgpu.barrier_arrive(at["q_free"].at[buffer])
+
+        @pl.when(wg == 1)
+        def _hand_over() -> None:
+            @pl.when(s.number >= 1)
+            def _() -> None:
+                plgpu.barrier_wait(at["out_free"])
+
+            at["out"][...], at["top"][...], at["total"][...] = acc, top, total
+            plgpu.barrier_arrive(at["out_full"])
+
+        @pl.when(wg == 0)
+        def _finish() -> None:
+            plgpu.barrier_wait(at["out_full"])
+            _store(config, acc, top, total, at)
+            slot = s.steps.row * config.kv_heads + s.steps.head + cta
+            rows = pl.ds(0, config.group_rows)
+            plgpu.copy_smem_to_gmem(at["out"].at[rows], out.at[slot])
+            plgpu.copy_smem_to_gmem(at["top"].at[rows], lse.at[slot])
+            plgpu.wait_smem_to_gmem(0)
+            plgpu.barrier_arrive(at["out_free"])
+
+    segments, _ = _each_segment(config, context_len, start, segment)
+
+    @pl.when((wg == 1) & (segments > 0))
+    def _observe_last() -> None:
+        plgpu.barrier_wait(at["out_free"])
+
+
+def _step(
+    config: DecodeConfig, s: Steps, i: jax.Array, buffer: jax.Array, at: dict[str, Any], state: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """One tile of KV."""
+    acc, top, total = state
+    shape = (WARPGROUP_ROWS, config.tile_kv)
+    stage = lax.rem(s.before + i, jnp.int32(config.stages))
+    ahead = (s.first + i) * config.tile_kv
+    oldest = 0 if config.window is None else jnp.maximum(s.context - config.window, 0)
+
+    plgpu.barrier_wait(at["k_full"].at[stage])
+    scores = mosaic.product(at["q"].at[buffer], mosaic.transposed(at["k"].at[stage]), shape)
+    plgpu.barrier_arrive(at["k_free"].at[stage])
+    token = mosaic.index(shape, 1) + ahead
+    visible = token < s.context if config.window is None else (token < s.context) & (token >= oldest)
+    if config.soft_cap is None:
+        scores = scores * (config.scale * LOG2E)
+    else:
+        scores = jnp.tanh(scores * (config.scale / config.soft_cap)) * (config.soft_cap * LOG2E)
+    scores = jnp.where(visible, scores, MASKED)
+    new_top = jnp.maximum(top, scores.max(axis=1))
+    fade = jnp.exp2(top - new_top)
+    weights = jnp.exp2(scores - mosaic.down(new_top, shape))
+    total = total * fade + weights.sum(axis=1)
+    acc = acc * mosaic.down(fade, acc.shape)
+
+    plgpu.barrier_wait(at["v_full"].at[stage])
+
+    @pl.when((ahead + config.tile_kv > s.context) | (ahead < oldest))
+    def _() -> None:
+        mosaic.clear_hidden(at["v"].at[stage], oldest - ahead, s.context - ahead)
+
+    spill = at["spill"].at[lax.axis_index("wg")] if config.interpreted else None
+    acc = mosaic.weighted_sum(acc, weights.astype(jnp.bfloat16), at["v"].at[stage], spill, interpreted=config.interpreted)
+    plgpu.barrier_arrive(at["v_free"].at[stage])
+    return acc, new_top, total
+
+
+def _store(config: DecodeConfig, acc: jax.Array, top: jax.Array, total: jax.Array, at: dict[str, Any]) -> None:
+    """Join both warpgroups' halves; leaves the normalised result in `out` and its log-sum-exp (base 2) in `top`."""
+    column = WGMMA.reduce(1)
+    other_acc = plgpu.layout_cast(at["out"][...], WGMMA)
+    other_top = plgpu.layout_cast(at["top"][...], column)
+    other_total = plgpu.layout_cast(at["total"][...], column)
+    both = jnp.maximum(top, other_top)
+    mine, other = jnp.exp2(top - both), jnp.exp2(other_top - both)
+    total = total * mine + other_total * other
+    some = jnp.where(total > 0, total, 1.0)
+    acc = acc * mosaic.down(mine / some, acc.shape) + other_acc * mosaic.down(other / some, acc.shape)
+    at["out"][...] = acc
+    at["top"][...] = jnp.where(total > 0, both + jnp.log2(some), FLOOR)
+    plgpu.commit_smem()

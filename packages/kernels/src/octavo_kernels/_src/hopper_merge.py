@@ -1,0 +1,90 @@
+"""Adds up the partial results of `hopper_decode`: log-sum-exp merge, one thread block per KV head of a row.
+
+Knows where partial results lie and how many there are. Knows nothing of KV.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float32, Int32
+
+from octavo_kernels._src.hopper_decode import DecodeConfig
+from octavo_kernels._src.mosaic import FLOOR, LOG2E
+
+LANES = 128
+"""Elements merged at once, one a thread."""
+THREADS = plgpu.Layout.WG_STRIDED((LANES,), 1)
+
+
+def merge(
+    partial: Float32[Array, "slots group_rows head_dim"],
+    lse: Float32[Array, "slots group_rows"],
+    rows: Int32[Array, "rows 3"],
+    sinks: Float32[Array, " q_heads"] | None,
+    config: DecodeConfig,
+    interpret: Any = None,
+) -> BFloat16[Array, "rows kv_heads group_rows head_dim"]:
+    """The answer of every row with a share; other rows, and group rows beyond the group, hold anything.
+
+    Args:
+        partial, lse: From `partial_results`.
+        rows: From `share_out`.
+        sinks: A logit per query head that takes weight and gives nothing.
+        config: The one `partial` was made with.
+        interpret: Pallas's own argument.
+    """
+    num_rows, shape = rows.shape[0], (rows.shape[0], config.kv_heads, config.group_rows, config.head_dim)
+    chunks = -(-config.group * config.head_dim // LANES)
+    with_sinks = sinks is not None
+    run = plgpu.kernel(
+        lambda *refs: _body(config, with_sinks, *refs),
+        out_type=jax.ShapeDtypeStruct((num_rows, config.kv_heads, config.group_rows * config.head_dim), jnp.bfloat16),
+        grid=(num_rows, config.kv_heads, chunks),
+        grid_names=("row", "head", "chunk"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    flat = partial.reshape(partial.shape[0], -1)
+    extra = (jnp.pad(sinks * LOG2E, (0, config.group_rows - config.group)),) if sinks is not None else ()
+    return run(flat, lse, rows, *extra).reshape(shape)
+
+
+def _body(config: DecodeConfig, with_sinks: bool, partial: Any, lse: Any, rows: Any, *rest: Any) -> None:
+    row, head, chunk = (lax.axis_index(name) for name in ("row", "head", "chunk"))
+    out = rest[-1]
+    before, steps, share = rows[row, 0] + head * rows[row, 1], rows[row, 1], rows[row, 2]
+    item = row * config.kv_heads + head
+    begin = item + lax.div(before, share)
+    stop = jnp.where(steps > 0, item + lax.div(before + steps - 1, share) + 1, begin)
+    lanes = pl.ds(chunk * LANES, LANES)
+    group_row = lax.div(chunk * LANES, jnp.int32(config.head_dim))
+
+    def vector(value: Any) -> jax.Array:
+        return plgpu.layout_cast(jnp.full((LANES,), value, jnp.float32), THREADS)
+
+    def by_row(read: Any) -> jax.Array:
+        """One number per group row, repeated over the row's elements in this chunk."""
+        found = vector(read(group_row))
+        for i in range(1, LANES // config.head_dim):
+            lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=THREADS)
+            found = jnp.where(lane >= i * config.head_dim, vector(read(group_row + i)), found)
+        return found
+
+    def one(slot: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        acc, top, total = state
+        level = by_row(lambda r: lse[slot, r])
+        new_top = jnp.maximum(top, level)
+        fade, weight = jnp.exp2(top - new_top), jnp.exp2(level - new_top)
+        value = plgpu.layout_cast(partial.at[slot, lanes][...], THREADS)
+        return acc * fade + value * weight, new_top, total * fade + weight
+
+    top = by_row(lambda r: rest[0][head * config.group + r]) if with_sinks else vector(FLOOR)
+    start = (vector(0.0), top, vector(1.0 if with_sinks else 0.0))
+    acc, _, total = lax.fori_loop(begin, stop, one, start)
+    out.at[row, head, lanes][...] = (acc / jnp.where(total > 0, total, 1.0)).astype(jnp.bfloat16)

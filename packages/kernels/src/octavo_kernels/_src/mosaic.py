@@ -1,0 +1,111 @@
+"""What the Hopper kernels share: three JAX versions' spellings, shared-memory tiles, and the two lines an interpreter cannot run.
+
+Knows Pallas Mosaic GPU. Knows nothing of attention's masks, plans or block tables.
+
+Interpreted and shipped kernels differ here and nowhere else: the interpreter takes no matrix operand from registers and no
+accumulator that starts from a value, so `weighted_sum` goes through shared memory and adds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LOG2E: Final = math.log2(math.e)
+MASKED: Final = -1e30
+"""Score of a token nobody may see."""
+FLOOR: Final = -1e20
+"""Where a running maximum starts: far above `MASKED`, so that a tile without visible tokens weighs exactly 0."""
+
+SWIZZLE_BYTES: Final = 128
+TILE_ROWS: Final = 8
+"""Rows of a shared-memory tile; copies between memories move multiples of it."""
+WARPGROUP_ROWS: Final = 64
+"""Rows of a warpgroup's matrix product."""
+MAX_SMEM_BYTES: Final = 227 * 1024
+"""Shared memory a thread block of Hopper can have."""
+BARRIER_BYTES: Final = 8
+REDUCTION_BYTES: Final = 2048
+"""What Mosaic keeps for itself (its `reduction_scratch_bytes`, rounded up)."""
+
+WGMMA: Final = plgpu.Layout.WGMMA
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the tiles that copies and matrix units agree on."""
+    lanes = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((TILE_ROWS, lanes)), plgpu.SwizzleTransform(SWIZZLE_BYTES)))
+
+
+def smem_bytes(scratch: Any) -> int:
+    """Bytes of shared memory of a scratch declaration, barriers and Mosaic's own included."""
+    total = REDUCTION_BYTES
+    for leaf in jax.tree.leaves(scratch, is_leaf=lambda x: isinstance(x, plgpu.Barrier) or hasattr(x, "shape")):
+        if isinstance(leaf, plgpu.Barrier):
+            total += BARRIER_BYTES * math.prod(tuple(leaf.num_barriers))  # type: ignore[arg-type]
+        else:
+            total += -(-math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize // 1024) * 1024
+    return total
+
+
+def transposed(ref: Any) -> Any:
+    """A view of a matrix in shared memory with its axes exchanged."""
+    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+
+
+def filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    """A constant in registers."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def down(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One number per row, repeated along the row."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def index(shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Row or column number of each element of a warpgroup's matrix."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
+
+
+def product(a: Any, b: Any, shape: tuple[int, ...], *, meanwhile: Callable[[], None] | None = None) -> jax.Array:
+    """`a @ b` of two matrices in shared memory, in float32; `meanwhile` runs between its start and its end."""
+
+    def run(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, a, b)
+        if meanwhile is not None:
+            meanwhile()
+        return acc[...]
+
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))  # type: ignore[arg-type]
+
+
+def weighted_sum(acc: jax.Array, weights: jax.Array, values: Any, spill: Any, *, interpreted: bool) -> jax.Array:
+    """`acc + weights @ values`: weights from registers, or, interpreted, through the shared memory `spill`."""
+    if interpreted:
+        spill[...] = weights
+        plgpu.commit_smem()
+        return acc + product(spill, values, acc.shape)
+
+    def run(ref: Any) -> None:
+        plgpu.wgmma(ref, weights, values)
+
+    return pl.run_state(run)(plgpu.WGMMAAccumulatorRef.init(acc))
+
+
+def clear_hidden(values: Any, first: jax.Array, stop: jax.Array) -> None:
+    """Zero the rows of a tile in shared memory outside [first, stop): stale memory may hold NaN, and NaN times 0 is NaN."""
+    rows, lanes = values.shape
+    for part in range(0, rows, WARPGROUP_ROWS):
+        tile = values.at[pl.ds(part, WARPGROUP_ROWS)]
+        number = index((WARPGROUP_ROWS, lanes), 0) + part
+        loaded = plgpu.layout_cast(tile[...], WGMMA)
+        tile[...] = jnp.where((number >= first) & (number < stop), loaded, jnp.zeros_like(loaded))
+    plgpu.commit_smem()
