@@ -4,42 +4,53 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 from octavo_core.errors import ConfigError
 from octavo_core.seams import PrefixCache
 from octavo_core.specs import CacheSpec
 
-_METHODS = ("init", "admit", "grow", "commit", "release")
+FLAG: Final = "--prefix-cache"
+_METHODS: Final = ("init", "admit", "grow", "commit", "release")
 
 
-def load_prefix_cache(name: str, spec: CacheSpec) -> PrefixCache[Any]:
-    """The cache that `name` builds for these sizes.
-
-    Args:
-        name: `my.module:Class`; called with the spec.
+def find_prefix_cache(name: str) -> Callable[[CacheSpec], Any]:
+    """What `my.module:Class` names; found before anything is loaded.
 
     Raises:
-        ConfigError: There is no such name, calling it fails, or what it answers is no `PrefixCache` for this spec.
+        ConfigError: There is no such name, or it cannot be called.
     """
     try:
-        make = pkgutil.resolve_name(name)
+        make: Callable[[CacheSpec], Any] = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"--prefix-cache is a dotted name such as my.module:Cache, got '{name}': {error}; check the spelling and that the module can be imported"
+            f"{FLAG} is a dotted name such as my.module:Cache, got '{name}': {error}; "
+            "check the spelling, and that Python finds the module (PYTHONPATH)"
         ) from error
     if not callable(make):
-        raise ConfigError(f"--prefix-cache '{name}' is a {type(make).__name__}; wanted a class or function of one CacheSpec")
+        raise ConfigError(f"{FLAG} '{name}' is a {type(make).__name__}; wanted a class or function of one CacheSpec")
+    return make
+
+
+def build_prefix_cache(name: str, make: Callable[[CacheSpec], Any], spec: CacheSpec) -> PrefixCache[Any]:
+    """The cache for these sizes.
+
+    Raises:
+        ConfigError: Making it fails, or what is made is no `PrefixCache` for this spec.
+    """
     try:
         cache = make(spec)
     except Exception as error:
-        raise ConfigError(f"--prefix-cache '{name}' cannot be built for {spec}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{FLAG} '{name}' cannot be built for {spec}: {type(error).__name__}: {error}") from error
     lacking = [method for method in _METHODS if not callable(getattr(cache, method, None))]
     if lacking:
-        raise ConfigError(f"--prefix-cache '{name}' is no PrefixCache: it lacks {', '.join(lacking)}; see octavo_core.seams")
+        raise ConfigError(f"{FLAG} '{name}' makes a {type(cache).__name__}, no PrefixCache: it lacks {', '.join(lacking)}")
     _check_arguments(name, cache)
     if getattr(cache, "spec", None) != spec:
-        raise ConfigError(f"--prefix-cache '{name}': its `spec` is the one it was built for, {spec}")
+        raise ConfigError(
+            f"{FLAG} '{name}' keeps in `spec` what it was built for: wanted {spec}, got {getattr(cache, 'spec', None)}"
+        )
     return cache
 
 
@@ -50,4 +61,4 @@ def _check_arguments(name: str, cache: Any) -> None:
         try:
             inspect.signature(getattr(cache, method)).bind(*wanted)
         except TypeError:
-            raise ConfigError(f"--prefix-cache '{name}': {method} takes ({', '.join(wanted)}); see octavo_core.seams") from None
+            raise ConfigError(f"{FLAG} '{name}': {method} takes ({', '.join(wanted)}), see octavo_core.seams") from None
