@@ -26,7 +26,7 @@ from octavo_kvcache._src.pool import handle, is_current
 from octavo_kvcache._src.state import CacheState, RadixState
 from octavo_kvcache._src.state import empty_radix as init
 
-__version__ = "0.2.0"
+__version__ = "0.1.0"
 
 __all__ = [
     "NOT_A_PATH",

@@ -66,7 +66,9 @@ class SmallCache:
 
     def grow(
         self, cache: SmallCacheState, need: Int32[Array, "sequences groups"], rank: Int32[Array, " sequences"]
-    ) -> tuple[SmallCacheState, Int32[Array, "groups sequences max_blocks"], Int32[Array, "groups sequences 2"], Int32[Array, " sequences"]]:
+    ) -> tuple[
+        SmallCacheState, Int32[Array, "groups sequences max_blocks"], Int32[Array, "groups sequences 2"], Int32[Array, " sequences"]
+    ]:
         """Hand out what each lacks, in order of rank, until somebody lacks more than is left."""
         lack = jnp.maximum(need.T - cache.num_held, 0)
         by_rank = jnp.argsort(rank)

@@ -15,8 +15,6 @@ from octavo_kvcache._src.match import Match, Tail, match, match_tail
 from octavo_kvcache._src.share import spare_for
 from octavo_kvcache._src.state import CacheState, Layout, RadixState, layout_of, num_nodes
 
-_NO_TAIL = Tail(np.int32(0), np.int32(0))
-
 
 def admit(
     spec: CacheSpec,
@@ -41,7 +39,7 @@ def admit(
     def serve(i: Array, carry: tuple[CacheState, Array, Array, Array]) -> tuple[CacheState, Array, Array, Array]:
         cache, promised, cached_len, status = carry
         found = match(cache.radix, tokens[i], lengths[i] - 1, namespace[i], reach=layout.reach)
-        tail = _tail(cache.radix, found, tokens[i], lengths[i] - 1, namespace[i]) if partial else _NO_TAIL
+        tail = _tail(cache.radix, found, tokens[i], lengths[i] - 1, namespace[i]) if partial else Tail(jnp.int32(0), jnp.int32(0))
         lack = _lack(spec, layout, found, want[i], step_blocks)
         spare = _spare(spec, layout, cache.radix, found, owner[i], quotas) - promised - reserve
         # A block that is only copied stays leased until then, and must not take the room the sequence needs.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -16,13 +15,14 @@ from jaxtyping import Array, Bool, Int32
 
 from octavo_kvcache._src import index, pool
 from octavo_kvcache._src.policy import EvictionPolicy
-from octavo_kvcache._src.scan import first_set
+from octavo_kvcache._src.scan import count_set, some_set
 from octavo_kvcache._src.state import RadixState
 
 NEVER: Final = np.int32(2**31 - 1)
 """Key of a block that must stay."""
 
 _BATCH: Final = 128
+_ALIGNED: Final = 512
 _DEPTH_BITS: Final = 15
 """Depths of a side group's blocks told apart."""
 
@@ -113,9 +113,7 @@ def _disown(radix: RadixState, number: int, gone: Bool[Array, " ids"], node: Int
     side = radix.sides[number]
     block = jnp.where(gone, side.node_block[node], 0)
     freed = block > 0
-    removed, num_removed = pool.log(
-        radix.removed, radix.read().num_removed, freed, 1 + number, block, side.generation[block]
-    )
+    removed, num_removed = pool.log(radix.removed, radix.read().num_removed, freed, 1 + number, block, side.generation[block])
     side = side._replace(
         node_block=side.node_block.at[jnp.where(freed, node, side.node_block.shape[0])].set(0, mode="drop"),
         owner=side.owner.at[jnp.where(freed, block, side.owner.shape[0])].set(0, mode="drop"),
@@ -156,13 +154,14 @@ def smallest(keys: Int32[Array, " blocks"], count: Int32[Array, ""], size: int) 
     def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = low + (high - low) // 2
-        enough = jnp.sum(keys <= middle, dtype=jnp.int32) >= count
+        enough = count_set(keys <= middle) >= count
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
+    keys = jnp.pad(keys, (0, -keys.shape[0] % _ALIGNED), constant_values=NEVER)
     bounds = (jnp.min(keys), jnp.max(jnp.where(keys == NEVER, 0, keys)))
     threshold = lax.while_loop(lambda b: b[0] < b[1], halve, bounds)[0]
-    masks = jnp.stack([keys < threshold, (keys == threshold) & (threshold != NEVER)])
-    (below, level), (num_below, num_level) = jax.vmap(first_set, (0, None))(masks, size)
+    below, num_below = some_set(keys < threshold, size)
+    level, num_level = some_set((keys == threshold) & (threshold != NEVER), size)
     j = jnp.arange(size, dtype=jnp.int32)
     chosen = jnp.where(j < num_below, below, level[jnp.clip(j - num_below, 0, size - 1)])
     return jnp.where(j < jnp.minimum(count, num_below + num_level), chosen, 0)

@@ -71,9 +71,7 @@ def release_side(side: Side, out: Bool[Array, "*shape"], table: Int32[Array, "*s
     return count_idle(pool.give_back_side(side, leased & (side.owner[block] == 0), block))
 
 
-def _grow_sides(
-    cache: CacheState, give: Int32[Array, " sequences"], tables: tuple[int, ...], policy: EvictionPolicy
-) -> CacheState:
+def _grow_sides(cache: CacheState, give: Int32[Array, " sequences"], tables: tuple[int, ...], policy: EvictionPolicy) -> CacheState:
     """Append as many blocks in the side groups; the marks of what is held still stand where they stood."""
     radix, sequences = cache
     column, held = jnp.arange(sequences.block_table.shape[2], dtype=jnp.int32), sequences.held[:, None]

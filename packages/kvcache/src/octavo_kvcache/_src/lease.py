@@ -84,9 +84,9 @@ def lease(
     taken = named & (status == OK)
     to = jnp.where(taken, at, nodes)
     woken = taken & (radix.refcount[at] == 0)
-    radix = radix._replace(
-        refcount=radix.refcount.at[to].add(1, mode="drop"), holds=radix.holds.at[to].add(1, mode="drop")
-    ).write(evictable=radix.read().evictable - pool.by_tenant(radix, woken, at))
+    radix = radix._replace(refcount=radix.refcount.at[to].add(1, mode="drop"), holds=radix.holds.at[to].add(1, mode="drop")).write(
+        evictable=radix.read().evictable - pool.by_tenant(radix, woken, at)
+    )
     return radix, status
 
 

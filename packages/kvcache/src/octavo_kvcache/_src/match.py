@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
 from octavo_kvcache._src import index, keys
-from octavo_kvcache._src.scan import first_set
+from octavo_kvcache._src.scan import some_set
 from octavo_kvcache._src.state import RadixState
 
 _CHILDREN: Final = 64
-"""Children compared when the tail of a prompt is looked for: of those that begin with its next token, the ones of lowest id."""
+"""Children compared when the tail of a prompt is looked for: of those that begin with its next token."""
 
 
 class Match(NamedTuple):
@@ -112,7 +112,7 @@ def match_tail(
     last = jnp.where(found.num_blocks > 0, last, 0)
     child = radix.is_indexed & (radix.parent == last) & (radix.first == wanted[0]) & (start < length)
     child &= (radix.namespace[:, 0] == namespace[0]) & (radix.namespace[:, 1] == namespace[1])
-    candidate, count = first_set(child, min(_CHILDREN, child.shape[0]))
+    candidate, count = some_set(child, min(_CHILDREN, child.shape[0]))
     differs = (radix.tokens[candidate] != wanted) | (start + np.arange(block_size) >= length)
     common = jnp.where(jnp.any(differs, axis=1), jnp.argmax(differs, axis=1), block_size - 1).astype(jnp.int32)
     common = jnp.where(jnp.arange(candidate.shape[0]) < count, common, 0)

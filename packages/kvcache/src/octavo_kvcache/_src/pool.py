@@ -6,6 +6,8 @@ is recognised as stale.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
@@ -53,7 +55,7 @@ def hand_out(cache: CacheState, give: Int32[Array, " sequences"], tables: tuple[
     end = prefix_sum(give)
     start = sequences.held - (end - give)
 
-    def chunk(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    def chunk(carry: tuple[Any, Array, Array, Array, Array]) -> tuple[Any, Array, Array, Array, Array]:
         first, table, refcount, generation, tenant = carry
         j = first + jnp.arange(min(_CHUNK, nodes), dtype=jnp.int32)
         live = j < total

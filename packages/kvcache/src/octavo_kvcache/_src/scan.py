@@ -5,13 +5,16 @@ XLA unrolls a generic scan into hundreds of slices; comparing all pairs of some 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32
+from jax import lax
+from jaxtyping import Array, Bool, Int32, UInt32
 
 _WORD = 32
+_LANES = 16
 
 
 def prefix_sum(x: Any) -> Any:
@@ -31,27 +34,56 @@ def rank_in(end: Int32[Array, " runs"], j: Int32[Array, " items"]) -> Int32[Arra
     return jnp.sum(end <= j[:, None], axis=1, dtype=jnp.int32)
 
 
-def first_set(mask: Bool[Array, " n"], size: int) -> tuple[Int32[Array, " size"], Int32[Array, ""]]:
-    """Indices of the first `size` set entries, padded with 0, and how many are set in all.
+def some_set(mask: Bool[Array, " n"], size: int) -> tuple[Int32[Array, " size"], Int32[Array, ""]]:
+    """Indices of up to `size` set entries in a fixed order of their own, padded with 0, and how many are set in all.
 
-    Descends from counts per 1,024 entries to counts per 32 to entries: no pass over `mask` but one sum.
+    Packs the mask into words, sums their population counts, finds the word of each wanted entry by bisection and the bit in it by
+    halving: no pass over `mask` but the packing. Bit `b` of word `w` is entry `b * words + w`, so that packing combines long rows.
+
+    Source: rank and select on bit vectors (Jacobson 1989), without the tables.
     """
-    bits = jnp.pad(mask, (0, -mask.shape[0] % _WORD**2)).reshape(-1, _WORD, _WORD)
-    per_word = jnp.sum(bits, axis=2, dtype=jnp.int32)
-    per_page = jnp.sum(per_word, axis=1)
-    end = prefix_sum(per_page)
+    word = _fold([part.astype(jnp.uint32) << np.uint32(b) for b, part in enumerate(_parts(mask, _WORD))], jnp.bitwise_or)
+    count = lax.population_count(word).astype(jnp.int32)
+    end = prefix_sum(count)
     j = jnp.arange(size, dtype=jnp.int32)
-    page = jnp.minimum(rank_in(end, j), end.shape[0] - 1)
-    word, left = _descend(per_word[page], j - (end - per_page)[page])
-    bit, _ = _descend(bits[page, word].astype(jnp.int32), left)
-    return jnp.where(j < end[-1], (page * _WORD + word) * _WORD + bit, 0), end[-1]
+    at = _bisect(end, j)
+    bit = _select(word[at], j - (end[at] - count[at]))
+    return jnp.where(j < end[-1], bit * word.shape[0] + at, 0), end[-1]
 
 
-def _descend(
-    counts: Int32[Array, "items 32"], nth: Int32[Array, " items"]
-) -> tuple[Int32[Array, " items"], Int32[Array, " items"]]:
-    """Which of 32 children holds the `nth` set entry (from 0), and which of that child's it is."""
-    end = prefix_sum(counts)
-    child = jnp.minimum(jnp.sum(end <= nth[:, None], axis=1, dtype=jnp.int32), _WORD - 1)
-    before = jnp.take_along_axis(end - counts, child[:, None], axis=1, mode="clip")[:, 0]
-    return child, nth - before
+def count_set(mask: Bool[Array, " n"]) -> Int32[Array, ""]:
+    """How many entries are set."""
+    return jnp.sum(_fold([part.astype(jnp.int32) for part in _parts(mask, _LANES)], jnp.add), dtype=jnp.int32)
+
+
+def _parts(mask: Bool[Array, " n"], parts: int) -> list[Bool[Array, " n_of_part"]]:
+    """Equal parts, the last padded with what is not set; the barrier keeps the padding out of the loop that reads them."""
+    odd = -mask.shape[0] % parts
+    rows = (lax.optimization_barrier(jnp.pad(mask, (0, odd))) if odd else mask).reshape(parts, -1)
+    return [rows[i] for i in range(parts)]
+
+
+def _fold(parts: list[Any], combine: Any) -> Any:
+    """Combine arrays entry by entry, written out: XLA makes one vectorised loop of it, where it compiles a reduction to a scalar one."""
+    return functools.reduce(combine, parts)
+
+
+def _bisect(end: Int32[Array, " words"], j: Int32[Array, " size"]) -> Int32[Array, " size"]:
+    """For each `j` the first word that ends beyond it; the last word where none does."""
+    at = jnp.zeros_like(j)
+    for step in (1 << k for k in reversed(range((end.shape[0] - 1).bit_length()))):
+        probe = at + step
+        past = (probe < end.shape[0]) & (end[jnp.minimum(probe, end.shape[0] - 1) - 1] <= j)
+        at = jnp.where(past, probe, at)
+    return at
+
+
+def _select(word: UInt32[Array, " size"], nth: Int32[Array, " size"]) -> Int32[Array, " size"]:
+    """Position of the `nth` set bit (from 0) of each word."""
+    position = jnp.zeros_like(nth)
+    for half in (16, 8, 4, 2, 1):
+        below = lax.population_count(word & np.uint32((1 << half) - 1)).astype(jnp.int32)
+        above = nth >= below
+        nth, position = jnp.where(above, nth - below, nth), jnp.where(above, position + half, position)
+        word = jnp.where(above, word >> half, word)
+    return position

@@ -125,7 +125,8 @@ class RadixState(NamedTuple):
         """The scalars by name."""
         tenants = self.num_tenants
         shares = self.counters[_SCALARS:]
-        return Counters(*self.counters[:_SCALARS], shares[:tenants], shares[tenants:])
+        num_free, clock, num_stored, num_removed, floor = self.counters[:_SCALARS]
+        return Counters(num_free, clock, num_stored, num_removed, floor, shares[:tenants], shares[tenants:])
 
     def write(self, **new: Int32[Array, "..."]) -> RadixState:
         """The same tree with some scalars replaced."""
@@ -244,9 +245,9 @@ def empty_radix(spec: CacheSpec, *, max_events: int = 1024, num_tenants: int = 1
 
 
 def _empty_side(blocks: int, nodes: int) -> Side:
-    zeros = [jnp.zeros(blocks, jnp.int32) for _ in range(3)]
+    owner, refcount, generation = (jnp.zeros(blocks, jnp.int32) for _ in range(3))
     free = jnp.arange(blocks, dtype=jnp.int32)[::-1]
-    return Side(jnp.zeros(nodes, jnp.int32), *zeros, free, jnp.array([blocks - 1, 0], jnp.int32))
+    return Side(jnp.zeros(nodes, jnp.int32), owner, refcount, generation, free, jnp.array([blocks - 1, 0], jnp.int32))
 
 
 def empty(spec: CacheSpec, max_events: int, num_tenants: int) -> CacheState:
