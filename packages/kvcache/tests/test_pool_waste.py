@@ -1,14 +1,19 @@
-"""Slots a live pool wastes under many streams, against the formula: counted from its books, not from lengths."""
+"""Memory arithmetic against live pools: slots wasted under many streams, blocks held in groups that look back a limited way."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from octavo_core.specs import CacheSpec
+from octavo_core.specs import CacheSpec, KVGroupSpec
 from octavo_kvcache import RadixCache, memory
 
 STREAMS, BLOCK_SIZE, LONGEST = 128, 32, 16_384
+
+
+def compiled(method):
+    """Quickly: compiling takes longer than these tests run."""
+    return jax.jit(method, donate_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def log_uniform_lengths(seed=5):
@@ -23,8 +28,7 @@ def pool():
     blocks = sum(memory.blocks_for(int(n), BLOCK_SIZE) for n in lengths)
     spec = CacheSpec((blocks + 1,), BLOCK_SIZE, STREAMS, LONGEST // BLOCK_SIZE)
     cache = RadixCache(spec)
-    names = ("admit", "grow", "commit", "release")
-    return cache, {n: jax.jit(getattr(cache, n), donate_argnums=0) for n in names}, lengths
+    return cache, {n: compiled(getattr(cache, n)) for n in ("admit", "grow", "commit", "release")}, lengths
 
 
 def admit_all(cache, admit, state, lengths, tokens):
@@ -72,3 +76,36 @@ def test_128_streams_waste_on_the_live_pool_what_the_formula_says_and_less_than_
     assert in_use(cache, events) - int(lengths.sum()) == measured
     state, events = jitted["release"](state, jnp.ones(STREAMS, bool))
     assert in_use(cache, events) == 0
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(6, 1), (9, 7), (1, 3)])
+def test_limited_groups_hold_as_many_blocks_as_the_formula_says_and_no_more(window, chunk):
+    """One sequence grows chunk by chunk beside full attention; its tables are looked at in every step."""
+    block_size, length = 4, 100
+    spec = CacheSpec((40, 40, 40), block_size, 1, 30, kinds=("full", "window", "state"), windows=(0, window, 0))
+    cache = RadixCache(spec)
+    grow, commit = compiled(cache.grow), compiled(cache.commit)
+    tokens = np.arange(spec.max_len, dtype=np.int32)[None]
+    state, _ = compiled(cache.admit)(
+        cache.init(),
+        jnp.zeros(1, jnp.int32),
+        jnp.asarray(tokens),
+        jnp.array([length], jnp.int32),
+        jnp.zeros((1, 2), jnp.uint32),
+        jnp.zeros(1, jnp.int32),
+        jnp.zeros((1, 3), jnp.int32),
+        jnp.zeros(3, jnp.int32),
+    )
+    seen = np.zeros(3, np.int64)
+    for upto in range(chunk, length + 1, chunk):
+        need = jnp.full((1, 3), memory.blocks_for(upto, block_size), jnp.int32)
+        state, table, _, status = grow(state, need, jnp.zeros(1, jnp.int32))
+        assert int(status[0]) == 0
+        seen = np.maximum(seen, np.sum(np.asarray(table)[:, 0] > 0, axis=1))
+        state, _ = commit(state, jnp.asarray(tokens), jnp.array([upto], jnp.int32))
+    groups = [
+        KVGroupSpec(kind, (0,), 1, 8, "float32", block_size, window=w or None)
+        for kind, w in zip(spec.kinds, spec.windows, strict=True)
+    ]
+    steps = length // chunk * chunk
+    assert seen.tolist() == [memory.sequence_blocks(group, steps, chunk_tokens=chunk) for group in groups]

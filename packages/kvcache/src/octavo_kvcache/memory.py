@@ -104,8 +104,9 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 def sequence_blocks(spec: KVGroupSpec, num_tokens: int, *, chunk_tokens: int = 1) -> int:
     """Most blocks of a group that a sequence of `num_tokens` tokens holds at once.
 
-    `full` and `latent` hold all. `window` holds what the tokens of a step can see: the `window + chunk_tokens − 1` tokens up to
-    its last one, which need not begin at a block's start. `state` holds the snapshots from the token before the step on.
+    `full` and `latent` hold all. `window` and `state` hold what the first token of a step looks back to (`window − 1` tokens; the
+    snapshot before it), the block it falls into and the blocks the step adds: window and chunk, in whole blocks. What is out of reach is
+    given up as the next step begins.
 
     Args:
         chunk_tokens: Most tokens of the sequence in one step.
@@ -116,9 +117,8 @@ def sequence_blocks(spec: KVGroupSpec, num_tokens: int, *, chunk_tokens: int = 1
     blocks = blocks_for(num_tokens, spec.block_size)
     if spec.kind in ("full", "latent"):
         return blocks
-    reach = 2 if spec.kind == "state" else _checked(spec.window or 0, "window", least=1)
-    before = reach + _checked(chunk_tokens, "chunk_tokens", least=1) - 2
-    return min(blocks, blocks_for(before, spec.block_size) + 1)
+    back = 1 if spec.kind == "state" else blocks_for(_checked(spec.window or 0, "window", least=1) - 1, spec.block_size)
+    return min(blocks, back + 1 + blocks_for(_checked(chunk_tokens, "chunk_tokens", least=1), spec.block_size))
 
 
 def wasted_slots(lengths: Sequence[int] | np.ndarray, block_size: int) -> int:

@@ -25,8 +25,8 @@ class KVEventsConfig:
         hwm: Batches that wait for one slow subscriber before ZeroMQ drops them.
         max_queue_size: Batches that wait for the publishing thread before they are dropped.
         topic: First frame of every message.
-        encoding: Each event as an `array` (vLLM up to 0.22) or as a `map` with the tag under `type` (later ones). The batch around
-            them is an array in both.
+        encoding: Each event as an `array` (vLLM until mid-2026), or as a `map` with the tag under `type` (newer vLLM, such as 0.26).
+            The batch around them is an array in both.
         block_hashes: Keys as 32 `bytes`, or as an `int` of their last 8, for followers that know no other.
 
     Raises:

@@ -1,7 +1,7 @@
 """KV events as they travel: vLLM's structs, field for field. Knows msgpack; knows no cache and no socket.
 
-Source: vLLM's `vllm/distributed/kv_events.py`. The order of fields is the layout of the `array` encoding; `map`, which vLLM uses since
-0.23, has the same names. `extra_keys` stays None: what separates tenants is a hash and enters the keys.
+Source: vLLM's `vllm/distributed/kv_events.py`. The order of fields is the layout of the `array` encoding; `map`, which newer vLLM
+uses, has the same names. `extra_keys` stays None: what separates tenants is a hash and enters the keys.
 """
 
 from __future__ import annotations
