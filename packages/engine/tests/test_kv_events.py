@@ -24,6 +24,8 @@ from octavo_engine._src.sequence import Sequence
 BLOCK = 4
 GROUPS = (KVGroupSpec("full", (0,), 1, 8, "float32", BLOCK), KVGroupSpec("window", (1,), 1, 8, "float32", BLOCK, window=6))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+STOPS = SamplingParams(temperature=0.0, max_tokens=40, min_tokens=11, stop_token_ids=(50,), logit_bias={50: 100.0}, ignore_eos=True)
+"""Also ends after 12 tokens, but nobody knows before: a step more is computed, and its block is filed as the sequence leaves."""
 
 
 # The documented layout ----------------------------------------------------------------------------------------------------
@@ -451,17 +453,20 @@ def resident(core):
 @pytest.mark.slow
 def test_a_follower_of_a_real_engine_knows_its_blocks_through_eviction_and_slot_reuse(make_llm, is_idle):
     options = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
-    llm = make_llm(num_gpu_blocks_override=21, kv_events_config=json.dumps(options))
+    llm = make_llm(num_gpu_blocks_override=21, max_num_seqs=4, kv_events_config=json.dumps(options))
+    assert llm.core.planner.spec.max_sequences == 8  # for 54 requests
     events = llm._built.kv_events
     follower = Follower(events)
     try:
         time.sleep(0.3)
         rng, asked = np.random.default_rng(3), []
-        for round_ in range(6):  # 20 blocks for prompts of up to 7: each round evicts what an earlier one left
-            prompts = [rng.integers(0, 96, int(n)).tolist() for n in rng.integers(1, 110, 5)] + [[7] * 40, [7] * 55]
+        for round_ in range(6):  # 20 blocks, and a prompt takes up to 8: each round evicts what an earlier one left
+            lengths = [3, 4, 5, 20, 21, 37, int(rng.integers(60, 110))]  # with 12 more tokens several end where a block does
+            prompts = [rng.integers(0, 96, n).tolist() for n in lengths] + [[7] * 40, [7] * 55]
             namespace = namespace_of(cache_salt=str(round_ % 2))
             for i, prompt in enumerate(prompts):
-                llm.core.add(EngineRequest(request_id=f"{round_}-{i}", prompt_ids=prompt, sampling=GREEDY, namespace=namespace))
+                ends = {"sampling": GREEDY if i % 2 == round_ % 2 else STOPS, "namespace": namespace}
+                llm.core.add(EngineRequest(request_id=f"{round_}-{i}", prompt_ids=prompt, **ends))
             answers = {f"{round_}-{i}": [] for i in range(len(prompts))}
             while llm.core.has_work:
                 for output in llm.core.turn():
@@ -469,8 +474,9 @@ def test_a_follower_of_a_real_engine_knows_its_blocks_through_eviction_and_slot_
                 if round_ == 2 and answers["2-1"]:
                     llm.core.abort("2-1")
             asked += [(p + answers[f"{round_}-{i}"], namespace) for i, p in enumerate(prompts)]
-        is_idle(llm.core)
-        follower.drain()
+            is_idle(llm.core)
+            follower.drain()
+            assert len(follower.held) == resident(llm.core) > 10
 
         assert follower.numbers == list(range(len(follower.numbers)))
         assert not follower.has_cleared
@@ -478,7 +484,6 @@ def test_a_follower_of_a_real_engine_knows_its_blocks_through_eviction_and_slot_
         every = {key: tokens for tokens, space in asked for key, tokens in keyed(tokens, space)}
         assert set(follower.tokens) <= set(every), "a key of tokens nobody sent"
         assert all(every[key] == tokens for key, tokens in follower.tokens.items())
-        assert len(follower.held) == resident(llm.core) > 10
         assert len(follower.tokens) > len(follower.held), "nothing was ever evicted: the test tests too little"
         assert llm.core.stats().kv_event_batches_dropped == 0
 
