@@ -7,35 +7,60 @@ from jaxtyping import install_import_hook
 with install_import_hook("octavo_kvcache", "beartype.beartype"):
     import octavo_kvcache
 
+import importlib.util
+import os
+import pathlib
+import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from octavo_core.plan import CacheEvents
 from octavo_core.specs import CacheSpec
 from octavo_kvcache import RadixCache, audit
 
 
+QUICK = {"xla_backend_optimization_level": 0}
+"""Compiling takes longer than these tests run."""
+
+SEARCH_FACTOR = 40 if os.environ.get("OCTAVO_HYPOTHESIS") == "nightly" else 1
+"""How many times as many histories are tried at night."""
+
+
 class Driver:
-    """A cache, its state and its jitted operations, spoken to in lists. Every operation is followed by an audit."""
+    """A cache, its state and its jitted operations, spoken to in lists. Every operation is followed by an audit.
+
+    Attributes:
+        state: The state after the last operation.
+        host: The same in NumPy.
+        copies: What the last `grow` asked to be copied.
+        tables: Block tables of all groups after the last `grow` or `commit`.
+    """
 
     def __init__(self, spec: CacheSpec, **options: Any) -> None:
         options.setdefault("partial", False)
         self.spec, self.object = spec, RadixCache(spec, **options)
-        quick = {"xla_backend_optimization_level": 0}  # compiling takes longer than these tests run
         names = ("admit", "grow", "commit", "release")
-        self.jitted = {n: jax.jit(getattr(self.object, n), donate_argnums=0, compiler_options=quick) for n in names}
+        self.jitted = {n: jax.jit(getattr(self.object, n), donate_argnums=0, compiler_options=QUICK) for n in names}
+        self.by_hand = by_hand(spec, self.object.policy)
+        self.empty = jax.device_get(self.object.init())
         self.reset()
 
     def reset(self) -> None:
-        self.state = self.object.init()
+        self.state = jax.tree.map(jnp.array, self.empty)
+        self.host = self.empty
+        self.tables = self.copies = None
 
     def audited(self) -> None:
-        problems = audit(self.state, self.spec)
+        self.host = jax.device_get(self.state)
+        problems = audit(self.host, self.spec)
         assert problems == [], "\n".join(problems)
 
     def pad(self, tokens: Sequence[int]) -> np.ndarray:
@@ -58,13 +83,13 @@ class Driver:
         groups = self.spec.groups
         self.state, got = self.jitted["admit"](
             self.state,
-            jnp.array([sequence], jnp.int32),
-            jnp.asarray(self.pad(tokens))[None],
-            jnp.array([len(tokens) if length is None else length], jnp.int32),
-            jnp.array([[space, 0]], jnp.uint32),
-            jnp.array([tenant], jnp.int32),
-            jnp.full((1, groups), want, jnp.int32),
-            jnp.full(groups, reserve, jnp.int32),
+            np.array([sequence], np.int32),
+            self.pad(tokens)[None],
+            np.array([len(tokens) if length is None else length], np.int32),
+            np.array([[space, 0]], np.uint32),
+            np.array([tenant], np.int32),
+            np.full((1, groups), want, np.int32),
+            np.full(groups, reserve, np.int32),
         )
         self.audited()
         return int(got.cached_len[0]), int(got.status[0])
@@ -76,22 +101,24 @@ class Driver:
             wanted[s] = n
         for s, r in (rank or {}).items():
             ranks[s] = r
-        self.state, table, self.copies, status = self.jitted["grow"](self.state, jnp.asarray(wanted), jnp.asarray(ranks, jnp.int32))
+        self.state, table, copies, status = self.jitted["grow"](self.state, wanted, ranks.astype(np.int32))
         self.audited()
-        return np.asarray(table[0]), np.asarray(status)
+        self.tables, self.copies = np.asarray(table), np.asarray(copies)
+        return self.tables[0], np.asarray(status)
 
     def commit(self, tokens: dict[int, Sequence[int]]) -> np.ndarray:
         """Commit all of the tokens given; answers the table of group 0."""
         rows = np.stack([self.pad(tokens.get(s, ())) for s in range(self.spec.max_sequences)])
         upto = np.array([len(tokens.get(s, ())) for s in range(self.spec.max_sequences)], np.int32)
-        self.state, table = self.jitted["commit"](self.state, jnp.asarray(rows), jnp.asarray(upto))
+        self.state, table = self.jitted["commit"](self.state, rows, upto)
         self.audited()
-        return np.asarray(table[0])
+        self.tables = np.asarray(table)
+        return self.tables[0]
 
     def release(self, *sequences: int) -> CacheEvents:
         done = np.zeros(self.spec.max_sequences, bool)
         done[list(sequences)] = True
-        self.state, events = self.jitted["release"](self.state, jnp.asarray(done))
+        self.state, events = self.jitted["release"](self.state, done)
         self.audited()
         return jax.device_get(events)
 
@@ -104,12 +131,35 @@ class Driver:
         self.commit({sequence: tokens})
         return found
 
+    def tree(self, name: str, *arguments: Any) -> Any:
+        """One of the functions of the tree alone, on this cache's tree; answers what it answers besides the tree."""
+        radix, *answer = self.by_hand[name](self.state.radix, *arguments)
+        self.state = self.state._replace(radix=radix)
+        self.audited()
+        answer = jax.device_get(answer)
+        return answer[0] if len(answer) == 1 else answer
+
     def handles(self, ids: Sequence[int]) -> list[int]:
         return np.asarray(octavo_kvcache.handle(self.state.radix, jnp.array(ids, jnp.int32))).tolist()
 
     def current(self, ids: Sequence[int], generations: Sequence[int]) -> list[bool]:
         ids, generations = jnp.array(ids, jnp.int32), jnp.array(generations, jnp.int32)
         return np.asarray(octavo_kvcache.is_current(self.state.radix, ids, generations)).tolist()
+
+
+def by_hand(spec: CacheSpec, policy: Any, *, size: int = 4) -> dict[str, Callable[..., Any]]:
+    """The functions of the tree that change it, jitted, with sizes fixed; nothing is donated, so that what was can be compared."""
+    deepest = spec.max_blocks - 1
+    functions = {
+        "allocate": lambda radix, count, tenant: octavo_kvcache.allocate(radix, count, size=size, tenant=tenant),
+        "insert": octavo_kvcache.insert,
+        "lease": octavo_kvcache.lease,
+        "release": lambda radix, ids, generations: octavo_kvcache.release(radix, ids, generations, policy=policy),
+        "evict": lambda radix, count: (octavo_kvcache.evict(radix, count, policy, max_depth=deepest),),
+        "lend": lambda radix, count: octavo_kvcache.lend(radix, count, size=size, max_depth=deepest, policy=policy),
+        "settle": octavo_kvcache.settle,
+    }
+    return {name: jax.jit(function, compiler_options=QUICK) for name, function in functions.items()}
 
 
 _DRIVERS: dict[Any, Driver] = {}
@@ -120,11 +170,18 @@ def drive() -> Callable[..., Driver]:
     """A driver for given sizes, in the empty state; compiled once for each set of sizes."""
 
     def make(
-        num_blocks: tuple[int, ...] = (12, 14), block_size: int = 2, sequences: int = 4, max_blocks: int = 6, **options: Any
+        num_blocks: tuple[int, ...] = (12, 14),
+        block_size: int = 2,
+        sequences: int = 4,
+        max_blocks: int = 6,
+        kinds: tuple[Any, ...] = (),
+        windows: tuple[int, ...] = (),
+        **options: Any,
     ) -> Driver:
-        key = (num_blocks, block_size, sequences, max_blocks, *options.items())
+        spec = CacheSpec(num_blocks, block_size, sequences, max_blocks, kinds, windows)
+        key = (spec, *options.items())
         if key not in _DRIVERS:
-            _DRIVERS[key] = Driver(CacheSpec(num_blocks, block_size, sequences, max_blocks), **options)
+            _DRIVERS[key] = Driver(spec, **options)
         _DRIVERS[key].reset()
         return _DRIVERS[key]
 
@@ -135,3 +192,38 @@ def drive() -> Callable[..., Driver]:
 def fresh_driver() -> type[Driver]:
     """The driver class, for tests that change what is traced."""
     return Driver
+
+
+@pytest.fixture(name="by_hand")
+def by_hand_fixture() -> Callable[..., dict[str, Callable[..., Any]]]:
+    """The jitted functions of the tree alone for given sizes."""
+    return by_hand
+
+
+@pytest.fixture
+def search() -> Callable[..., None]:
+    """Run a state machine for so many histories; many times as many at night."""
+
+    def run(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> None:
+        quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+        chosen = settings(
+            max_examples=examples * SEARCH_FACTOR,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=quiet,
+            **({"phases": [q for q in Phase if q is not Phase.shrink]} if os.environ.get("NOSHRINK") else {}),
+        )
+        run_state_machine_as_test(machine, settings=chosen)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def model() -> ModuleType:
+    """The module `model.py` beside this file."""
+    spec = importlib.util.spec_from_file_location("octavo_kvcache_model", pathlib.Path(__file__).with_name("model.py"))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -73,10 +73,14 @@ def time_call(call: Callable[[], object], *, budget_s: float = 1.0, least: int =
             times.append(time.perf_counter_ns() - start)
     finally:
         gc.enable()
-    times.sort()
-    return Timing(
-        times[len(times) // 2] / 1e3, times[min(len(times) - 1, len(times) * 99 // 100)] / 1e3, times[0] / 1e3, len(times)
-    )
+    return summarise(times)
+
+
+def summarise(times_ns: Sequence[int]) -> Timing:
+    """Median, p99 and minimum of times in nanoseconds."""
+    ordered = sorted(times_ns)
+    n = len(ordered)
+    return Timing(ordered[n // 2] / 1e3, ordered[min(n - 1, n * 99 // 100)] / 1e3, ordered[0] / 1e3, n)
 
 
 class Report:
@@ -103,7 +107,10 @@ class Report:
 
     def time(self, name: str, call: Callable[[], object], *, budget_s: float, note: str = "") -> Timing:
         """Time a call and take in its median."""
-        timing = time_call(call, budget_s=budget_s)
+        return self.take(name, time_call(call, budget_s=budget_s), note)
+
+    def take(self, name: str, timing: Timing, note: str = "") -> Timing:
+        """Take in the median of a timing."""
         self.add(name, timing.median_us, "us", timing.n, "; ".join(filter(None, (timing.note, note))))
         return timing
 

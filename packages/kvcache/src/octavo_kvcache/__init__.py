@@ -3,12 +3,13 @@
 `RadixCache` implements `octavo_core.seams.PrefixCache`. Below it stand functions of the tree alone (`RadixState`), each jittable:
 `init`, `match` and `match_tail` look; `allocate`, `insert`, `lease`, `release`, `evict` change; `surplus`, `lend` and `settle` demote in
 two phases; `handle` and `is_current` name a block so that a name from an earlier use is recognised as stale; `audit`
-checks all books on the host. Eviction policies and their protocol are in `octavo_kvcache.policy`.
+checks all books on the host; `InPlace` compiles an operation so that calling it costs little. Eviction policies and their protocol are in `octavo_kvcache.policy`.
 """
 
 from octavo_kvcache._src.audit import audit
 from octavo_kvcache._src.cache import RadixCache
 from octavo_kvcache._src.evict import evict
+from octavo_kvcache._src.in_place import InPlace
 from octavo_kvcache._src.lease import (
     NOT_A_PATH,
     STALE,
@@ -32,6 +33,7 @@ __all__ = [
     "NOT_A_PATH",
     "STALE",
     "CacheState",
+    "InPlace",
     "Loan",
     "Match",
     "RadixCache",

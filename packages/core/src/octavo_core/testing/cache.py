@@ -174,7 +174,7 @@ class CacheUnderTest:
         for group, sequence in np.argwhere(copies[:, :, 0] >= 0).tolist():
             source, target = copies[group, sequence].tolist()
             _expect(self.tail[sequence] > 0, f"sequence {sequence} has no block to copy, got {source} -> {target}")
-            _expect(target == self.tables[group, sequence, held_before[sequence]], "a copy goes to the first new block")
+            _expect(bool(target == self.tables[group, sequence, held_before[sequence]]), "a copy goes to the first new block")
             read[(group, target)] = dict(self.memory.get((group, source), {}))
         self.memory.update(read)
         for sequence, tail in enumerate(self.tail):

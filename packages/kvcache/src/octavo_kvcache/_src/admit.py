@@ -43,7 +43,7 @@ def admit(
         lack = _lack(spec, layout, found, want[i], step_blocks)
         spare = _spare(spec, layout, cache.radix, found, owner[i], quotas) - promised - reserve
         # A block that is only copied stays leased until then, and must not take the room the sequence needs.
-        tail_idle = (tail.block_id > 0) & (cache.radix.refcount[tail.block_id] == 0)
+        tail_idle = (tail.block_id > 0) & (cache.radix.leases[tail.block_id] == 0)
         use_tail = (tail.block_id > 0) & jnp.all(lack <= spare - tail_idle)
         tail = Tail(*(jnp.where(use_tail, field, 0) for field in tail))
         empty = cache.sequences.held[jnp.where(named[i], sequence[i], 0)] == 0
@@ -93,7 +93,7 @@ def _spare(
     spec: CacheSpec, layout: Layout, radix: RadixState, found: Match, tenant: Int32[Array, ""], quotas: tuple[int, ...]
 ) -> Int32[Array, " groups"]:
     """Blocks each group could give the tenant once the match is leased."""
-    idle = jnp.sum((found.block_ids > 0) & (radix.refcount[found.block_ids] == 0), dtype=jnp.int32)
+    idle = jnp.sum((found.block_ids > 0) & (radix.leases[found.block_ids] == 0), dtype=jnp.int32)
     whole = spare_for(radix, tenant, quotas) - idle
     surplus = np.array(spec.num_blocks, np.int32) - num_nodes(spec)
     spare = jnp.where(np.array([g + layout.offset in layout.whole for g in range(spec.groups)]), whole + surplus, 0)
@@ -124,10 +124,10 @@ def _lease(
     takes = row < sequences.held.shape[0]
     ids = jnp.concatenate([found.block_ids, tail.block_id[None]])
     leased = takes & (ids > 0)
-    woken = leased & (radix.refcount[ids] == 0)
+    woken = leased & (radix.leases[ids] == 0)
     evictable = radix.read().evictable - pool.by_tenant(radix, woken, ids)
-    refcount = radix.refcount.at[jnp.where(leased, ids, radix.refcount.shape[0])].add(1, mode="drop")
-    radix, table = radix._replace(refcount=refcount).write(evictable=evictable), sequences.block_table
+    leases = radix.leases.at[jnp.where(leased, ids, radix.leases.shape[0])].add(1, mode="drop")
+    radix, table = radix._replace(leases=leases).write(evictable=evictable), sequences.block_table
     for whole in layout.whole:
         table = table.at[whole, row].set(found.block_ids, mode="drop")
     sides = []
@@ -157,7 +157,7 @@ def unlease_tail(cache: CacheState, ended: Bool[Array, " sequences"]) -> CacheSt
         (radix, sequences), waiting = carry
         row = jnp.argmax(waiting).astype(jnp.int32)
         block = sequences.tail[row]
-        left = radix.refcount[block] - 1
+        left = radix.leases[block] - 1
         tenant = radix.tenant[block] if radix.num_tenants > 1 else 0
         evictable = radix.read().evictable.at[tenant].add((left == 0).astype(jnp.int32))
         sides = []
@@ -165,7 +165,7 @@ def unlease_tail(cache: CacheState, ended: Bool[Array, " sequences"]) -> CacheSt
             copied = side.node_block[block]
             at = jnp.where(copied > 0, copied, side.refcount.shape[0])
             sides.append(count_idle(side._replace(refcount=side.refcount.at[at].add(-1, mode="drop"))))
-        radix = radix._replace(refcount=radix.refcount.at[block].set(left), sides=tuple(sides)).write(evictable=evictable)
+        radix = radix._replace(leases=radix.leases.at[block].set(left), sides=tuple(sides)).write(evictable=evictable)
         return CacheState(radix, sequences._replace(tail=sequences.tail.at[row].set(0))), waiting.at[row].set(False)
 
     start = (cache, ended & (cache.sequences.tail > 0))

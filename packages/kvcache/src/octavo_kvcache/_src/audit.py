@@ -23,7 +23,7 @@ def audit(cache: CacheState | RadixState, spec: CacheSpec) -> list[str]:
     """
     host: Any = jax.device_get(cache)
     if isinstance(host, RadixState):
-        no_leases = np.zeros(host.refcount.shape, np.int64)
+        no_leases = np.zeros(host.leases.shape, np.int64)
         return [*_audit_pool(host, num_nodes(spec), no_leases), *_audit_index(host), *_audit_tree(host)]
     layout = layout_of(spec)
     problems = list(_audit_tables(host, layout, spec))
@@ -38,7 +38,7 @@ def audit(cache: CacheState | RadixState, spec: CacheSpec) -> list[str]:
 
 def _leases(radix: RadixState, sequences: Sequences, layout: Layout) -> np.ndarray:
     """Leases that sequences hold on each block, those on blocks to copy included."""
-    nodes = len(radix.refcount)
+    nodes = len(radix.leases)
     path = np.bincount(sequences.block_table[layout.whole[0]].ravel(), minlength=nodes)
     leases = path + np.bincount(sequences.tail, minlength=nodes)
     leases[0] = 0
@@ -156,7 +156,7 @@ def _audit_tree(radix: RadixState) -> Iterator[str]:
         slot = int(radix.slot[block])
         if bucket[0] != slot // WAYS or tag[0] != radix.index_tag.ravel()[slot]:
             yield f"block {block} is filed under another key than its own"
-        if radix.first[block] != radix.tokens[block, 0]:
+        if radix.first[block] != keys.first_mark(radix.tokens[block, 0], radix.namespace[block]):
             yield f"block {block} is said to begin with another token than it does"
         content = (parent, radix.tokens[block].tobytes(), radix.namespace[block].tobytes())
         if content in seen:

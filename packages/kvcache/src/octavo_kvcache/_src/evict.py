@@ -29,7 +29,7 @@ _DEPTH_BITS: Final = 15
 
 def evictable(radix: RadixState) -> Bool[Array, " nodes"]:
     """Cached blocks that nobody leases."""
-    return (radix.refcount == 0) & radix.is_indexed
+    return (radix.leases == 0) & radix.is_indexed
 
 
 def eviction_key(radix: RadixState, policy: EvictionPolicy, max_depth: int) -> Int32[Array, " nodes"]:

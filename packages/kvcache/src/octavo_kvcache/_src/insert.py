@@ -106,14 +106,14 @@ def _spread(work: Work, failed: Bool[Array, " work"], leader: Int32[Array, " wor
     return lax.while_loop(lambda c: c[1], again, (failed, jnp.any(failed)))[0]
 
 
-def file(radix: RadixState, work: Work, verdict: Verdict) -> RadixState:
-    """Carry a verdict out: file what is new; free the own block of what moved, whose one lease goes to the canonical block."""
+def file(radix: RadixState, work: Work, verdict: Verdict, *, lease: int = 1) -> RadixState:
+    """Carry a verdict out: file what is new; free the own block of what moved, whose one `lease` goes to the canonical block."""
     radix = _enter(radix, work, verdict)
-    counters, nodes = radix.read(), radix.refcount.shape[0]
+    counters, nodes = radix.read(), radix.leases.shape[0]
     moved = verdict.moved(work)
-    woken = verdict.known & moved & (radix.refcount[verdict.block] == 0) & _is_first(verdict)
-    refcount = radix.refcount.at[jnp.where(moved, work.own, nodes)].set(0, mode="drop")
-    radix = radix._replace(refcount=refcount.at[jnp.where(moved, verdict.block, nodes)].add(1, mode="drop"))
+    woken = verdict.known & moved & (radix.leases[verdict.block] == 0) & _is_first(verdict)
+    leases = radix.leases.at[jnp.where(moved, work.own, nodes)].set(0, mode="drop")
+    radix = radix._replace(leases=leases.at[jnp.where(moved, verdict.block, nodes)].add(lease, mode="drop"))
     radix = radix.write(evictable=counters.evictable - pool.by_tenant(radix, woken, verdict.block))
     return pool.give_back(radix, moved, work.own)
 
@@ -125,14 +125,14 @@ def _is_first(verdict: Verdict) -> Bool[Array, " work"]:
 
 
 def _enter(radix: RadixState, work: Work, verdict: Verdict) -> RadixState:
-    at = jnp.where(verdict.new, work.own, radix.refcount.shape[0])
+    at = jnp.where(verdict.new, work.own, radix.leases.shape[0])
     generation = radix.generation[work.own]
     stored, num_stored = pool.log(
         radix.stored, radix.read().num_stored, verdict.new, 0, work.own, generation, work.sequence, work.depth
     )
     radix = radix._replace(
         tokens=radix.tokens.at[at].set(work.tokens, mode="drop"),
-        first=radix.first.at[at].set(work.tokens[:, 0], mode="drop"),
+        first=radix.first.at[at].set(keys.first_mark(work.tokens[:, 0], work.namespace), mode="drop"),
         parent=radix.parent.at[at].set(verdict.parent, mode="drop"),
         depth=radix.depth.at[at].set(work.depth, mode="drop"),
         stamp=radix.stamp.at[at].set(0, mode="drop"),

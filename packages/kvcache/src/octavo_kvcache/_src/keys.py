@@ -32,15 +32,30 @@ def _multipliers(block_size: int) -> np.ndarray:
 
 
 def fingerprint(tokens: Int32[Any, "blocks block_size"]) -> UInt32[Any, "blocks 2"]:
-    """Two lanes per block of tokens."""
-    mixed = _mix(tokens.astype(np.uint32)[..., None] + _SALT)
-    sums = (mixed * _multipliers(tokens.shape[-1])).sum(1, dtype=np.uint32)
+    """Two lanes per block of tokens: two sums of the mixed tokens with odd multipliers, modulo 2^32.
+
+    Source: multilinear hashing (Carter and Wegman 1979), as an integer matrix product.
+    """
+    mixed = _mix(tokens.astype(np.uint32) + _SALT[0])
+    sums = (mixed.astype(np.int32) @ _multipliers(tokens.shape[-1]).view(np.int32)).astype(np.uint32)
     return _mix(sums + (sums[:, ::-1] >> 7))
 
 
 def root_key(namespace: UInt32[Any, "*n 2"]) -> UInt32[Any, "*n 2"]:
     """The key before the first block: a tree of its own for each namespace."""
     return _mix(namespace + _SALT) + namespace[..., ::-1] * FACTOR
+
+
+def first_mark(token: Int32[Any, "*n"], namespace: UInt32[Any, "*n 2"]) -> Int32[Any, "*n"]:
+    """Mark of blocks that begin with this token in this tree; others rarely have the same."""
+    return (token.astype(np.uint32) ^ (namespace[..., 0] + namespace[..., 1] * FACTOR[0])).astype(np.int32)
+
+
+def prefix_keys(namespace: UInt32[Array, " 2"], prints: UInt32[Array, "blocks 2"]) -> UInt32[Array, "blocks 2"]:
+    """`chain` of one run that begins a prefix."""
+    powers, inverses = _powers(prints.shape[0])
+    sums = prefix_sum((prints * inverses[:-1]).T).T
+    return sums * powers[:-1] + root_key(namespace) * powers[1:]
 
 
 def chain(

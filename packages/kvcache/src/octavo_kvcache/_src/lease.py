@@ -20,7 +20,7 @@ from octavo_kvcache._src.insert import Work, file, judge, run_keys
 from octavo_kvcache._src.match import Match
 from octavo_kvcache._src.policy import EvictionPolicy, LeastRecentlyUsed
 from octavo_kvcache._src.release import end_leases, tick, touch
-from octavo_kvcache._src.state import RadixState
+from octavo_kvcache._src.state import HOLD, RadixState
 
 STALE: Final = 2
 """Status: a handle is outside the pool, names an earlier use of its block, or is not leased as the operation needs it to be."""
@@ -29,6 +29,7 @@ NOT_A_PATH: Final = 3
 """Status: the blocks are not a prefix from its first block on, or one is named twice."""
 
 LRU: Final = LeastRecentlyUsed()
+_LEASE: Final = HOLD + 1
 
 
 class Loan(NamedTuple):
@@ -60,8 +61,7 @@ def allocate(
     at = jnp.where(j < count, block, radix.free.shape[0])
     owner = jnp.clip(jnp.asarray(tenant, jnp.int32), 0, radix.num_tenants - 1)
     radix = radix._replace(
-        refcount=radix.refcount.at[at].set(1, mode="drop"),
-        holds=radix.holds.at[at].set(1, mode="drop"),
+        leases=radix.leases.at[at].set(_LEASE, mode="drop"),
         generation=radix.generation.at[at].add(1, mode="drop"),
         tenant=radix.tenant.at[at].set(owner, mode="drop"),
     ).write(num_free=counters.num_free - count, used=counters.used.at[owner].add(count))
@@ -76,18 +76,16 @@ def lease(
     Returns:
         The tree, and `OK`, `STALE` or `NOT_A_PATH`.
     """
-    nodes, named = radix.refcount.shape[0], block_ids != 0
-    at = jnp.where(named & _inside(radix, block_ids), block_ids, 0)
+    named = block_ids != 0
+    inside, at = _inside(radix, block_ids)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), at[:-1]])
-    fresh = _inside(radix, block_ids) & (radix.generation[at] == generations) & (radix.slot[at] >= 0)
+    fresh = inside & (radix.generation[at] == generations) & (radix.slot[at] >= 0)
     status = _status(jnp.all(fresh | ~named), jnp.all((radix.parent[at] == before) | ~named) & _pads_last(named))
     taken = named & (status == OK)
-    to = jnp.where(taken, at, nodes)
-    woken = taken & (radix.refcount[at] == 0)
-    radix = radix._replace(refcount=radix.refcount.at[to].add(1, mode="drop"), holds=radix.holds.at[to].add(1, mode="drop")).write(
-        evictable=radix.read().evictable - pool.by_tenant(radix, woken, at)
-    )
-    return radix, status
+    woken = taken & (radix.leases[at] == 0)
+    leases = radix.leases.at[jnp.where(taken, at, radix.leases.shape[0])].add(_LEASE, mode="drop")
+    evictable = radix.read().evictable - pool.by_tenant(radix, woken, at)
+    return radix._replace(leases=leases).write(evictable=evictable), status
 
 
 def release(
@@ -102,26 +100,32 @@ def release(
     Returns:
         The tree, and `OK`, `STALE` (also where a block has no such lease) or `NOT_A_PATH`.
     """
-    nodes, named = radix.refcount.shape[0], block_ids != 0
-    at = jnp.where(named & _inside(radix, block_ids), block_ids, 0)
+    named = block_ids != 0
+    inside, at = _inside(radix, block_ids)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), at[:-1]])
-    held = _inside(radix, block_ids) & (radix.generation[at] == generations) & (radix.holds[at] > 0)
+    held = inside & (radix.generation[at] == generations) & (radix.leases[at] >= HOLD)
     indexed = radix.slot[at] >= 0
-    # Indexed blocks follow one another from the first; private ones come last and cannot be told apart by their parents.
-    chained = jnp.where(indexed, radix.parent[at] == before, True) & (indexed[1:] <= indexed[:-1]).all()
-    holds = radix.holds.at[jnp.where(named, at, nodes)].add(-1, mode="drop")
-    once = holds[at] == radix.holds[at] - 1
-    status = _status(jnp.all(held | ~named), jnp.all((chained & once) | ~named) & _pads_last(named))
+    # Indexed blocks follow one another from the first, so they differ; private ones come last and are looked at pair by pair.
+    chained = jnp.where(indexed, radix.parent[at] == before, True) & jnp.all(indexed[1:] <= indexed[:-1])
+    private = named & inside & ~indexed
+    twice = lax.cond(jnp.any(private), lambda: jnp.any(_repeats(private, at)), lambda: jnp.bool_(False))
+    status = _status(jnp.all(held | ~named), jnp.all(chained | ~named) & _pads_last(named) & ~twice)
     ended = named & (status == OK)
-    to = jnp.where(named & ~ended, at, nodes)
-    radix = tick(radix._replace(holds=holds.at[to].add(1, mode="drop")), jnp.any(ended), policy)
-    owner = radix.tenant[at[0]]
-    radix = touch(radix, ended & indexed, at, owner, policy)
-    return end_leases(radix, ended, at), status
+    radix = tick(radix, jnp.any(ended), policy)
+    radix = touch(radix, ended & indexed, at, radix.tenant[at[0]], policy)
+    return end_leases(radix, ended, at, lease=_LEASE), status
 
 
-def _inside(radix: RadixState, block_ids: Int32[Array, " ids"]) -> Bool[Array, " ids"]:
-    return (block_ids > 0) & (block_ids < radix.refcount.shape[0])
+def _repeats(counted: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> Bool[Array, " ids"]:
+    """Which of the `counted` entries name a block that an earlier one names."""
+    same = (block[:, None] == block) & counted & counted[:, None]
+    return counted & (jnp.argmax(same, axis=1) < jnp.arange(block.shape[0]))
+
+
+def _inside(radix: RadixState, block_ids: Int32[Array, " ids"]) -> tuple[Bool[Array, " ids"], Int32[Array, " ids"]]:
+    """Which ids are of the pool, and the ids with the others replaced by 0."""
+    inside = (block_ids > 0) & (block_ids < radix.leases.shape[0])
+    return inside, jnp.where(inside, block_ids, 0)
 
 
 def _pads_last(named: Bool[Array, " ids"]) -> Bool[Array, ""]:
@@ -156,14 +160,14 @@ def insert(
         The tree, canonical ids and generations (the given ones from the first that could not be filed on), and `OK`, `STALE`,
         `NOT_A_PATH` (a block is not private, or named twice) or `OUT_OF_BLOCKS` (not all fitted in the index).
     """
-    size, nodes, named = block_ids.shape[0], radix.refcount.shape[0], block_ids != 0
+    size, named = block_ids.shape[0], block_ids != 0
     j = jnp.arange(size, dtype=jnp.int32)
-    at = jnp.where(named & _inside(radix, block_ids), block_ids, 0)
-    base = jnp.where(prefix.num_blocks > 0, prefix.block_ids[jnp.maximum(prefix.num_blocks - 1, 0)], 0)
-    base_fresh = (radix.generation[base] == prefix.generations[jnp.maximum(prefix.num_blocks - 1, 0)]) & (radix.refcount[base] > 0)
-    fresh = _inside(radix, block_ids) & (radix.generation[at] == generations) & (radix.holds[at] > 0)
-    twice = jnp.zeros(nodes, jnp.int32).at[jnp.where(named, at, nodes)].add(1, mode="drop")[at] > 1
-    private = (radix.slot[at] < 0) & (radix.refcount[at] == 1) & ~twice
+    inside, at = _inside(radix, block_ids)
+    last = jnp.maximum(prefix.num_blocks - 1, 0)
+    base = jnp.where(prefix.num_blocks > 0, prefix.block_ids[last], 0)
+    base_fresh = (radix.generation[base] == prefix.generations[last]) & (radix.leases[base] > 0)
+    fresh = inside & (radix.generation[at] == generations) & (radix.leases[at] >= HOLD)
+    private = (radix.slot[at] < 0) & (radix.leases[at] == _LEASE) & ~_repeats(named, at)
     status = _status(jnp.all(fresh | ~named) & (base_fresh | (base == 0)), jnp.all(private | ~named) & _pads_last(named))
     live, blocks = named & (status == OK), tokens.reshape(size, -1)
     work = Work(
@@ -178,10 +182,7 @@ def insert(
         sequence=jnp.full_like(j, -1),
     )
     verdict = judge(radix, work)
-    moved = verdict.moved(work)
-    holds = radix.holds.at[jnp.where(moved, work.own, nodes)].set(0, mode="drop")
-    radix = radix._replace(holds=holds.at[jnp.where(moved, verdict.block, nodes)].add(1, mode="drop"))
-    radix = file(radix, work, verdict)
+    radix = file(radix, work, verdict, lease=_LEASE)
     block = jnp.where(verdict.done, verdict.block, block_ids)
     generation = jnp.where(verdict.done, radix.generation[verdict.block], generations)
     all_filed = jnp.all(verdict.done | ~live)
@@ -204,7 +205,7 @@ def lend(
     """
     count = jnp.clip(jnp.minimum(count, radix.read().num_evictable), 0, size)
     block = smallest(eviction_key(radix, policy, max_depth), count, size)
-    radix = _along_paths(radix, block, 1)
+    radix = _along_paths(radix, block, _LEASE)
     return radix, Loan(block, jnp.where(block > 0, radix.generation[block], 0), count)
 
 
@@ -214,32 +215,31 @@ def settle(radix: RadixState, loan: Loan, stored: Bool[Array, " size"]) -> tuple
     Returns:
         The tree, and `OK` or `STALE` (the loan was settled before, or is of another tree; nothing changed).
     """
-    named, block = loan.block_ids > 0, jnp.where(_inside(radix, loan.block_ids), loan.block_ids, 0)
-    fresh = (radix.generation[block] == loan.generations) & (radix.holds[block] > 0) & (block == loan.block_ids)
+    named, (inside, block) = loan.block_ids > 0, _inside(radix, loan.block_ids)
+    fresh = inside & (radix.generation[block] == loan.generations) & (radix.leases[block] >= HOLD) & ~_repeats(named, block)
     status = jnp.where(jnp.all(fresh | ~named), OK, STALE).astype(jnp.int32)
-    radix = _along_paths(radix, jnp.where(status == OK, block, 0), -1)
-    may_go = named & stored & (status == OK) & (radix.refcount[block] == 0)
+    radix = _along_paths(radix, jnp.where(status == OK, block, 0), -_LEASE)
+    may_go = named & stored & (status == OK) & (radix.leases[block] == 0)
     return remove(radix, _childless(radix, may_go, block), block), status
 
 
 def _along_paths(radix: RadixState, block: Int32[Array, " ids"], by: int) -> RadixState:
     """Add leases to blocks and all they follow, one hop of all paths at a time; what is idle is counted anew."""
-    nodes = radix.refcount.shape[0]
+    nodes = radix.leases.shape[0]
 
-    def hop(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        refcount, holds, block = carry
-        at = jnp.where(block > 0, block, nodes)
-        return refcount.at[at].add(by, mode="drop"), holds.at[at].add(by, mode="drop"), radix.parent[block]
+    def hop(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        leases, block = carry
+        return leases.at[jnp.where(block > 0, block, nodes)].add(by, mode="drop"), radix.parent[block]
 
-    refcount, holds, _ = lax.while_loop(lambda c: jnp.any(c[2] > 0), hop, (radix.refcount, radix.holds, block))
-    radix = radix._replace(refcount=refcount, holds=holds)
-    idle = (refcount == 0) & radix.is_indexed
+    leases, _ = lax.while_loop(lambda c: jnp.any(c[1] > 0), hop, (radix.leases, block))
+    radix = radix._replace(leases=leases)
+    idle = (leases == 0) & radix.is_indexed
     return radix.write(evictable=pool.by_tenant(radix, idle, jnp.arange(nodes, dtype=jnp.int32)))
 
 
 def _childless(radix: RadixState, may_go: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> Bool[Array, " ids"]:
     """Of blocks that may go, those all of whose children go too."""
-    nodes = radix.refcount.shape[0]
+    nodes = radix.leases.shape[0]
     parent = jnp.where(radix.is_indexed, radix.parent, nodes)
     children = jnp.zeros(nodes, jnp.int32).at[parent].add(1, mode="drop")
 

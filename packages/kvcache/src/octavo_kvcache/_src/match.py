@@ -67,7 +67,7 @@ def match(
     blocks = tokens.reshape(-1, block_size)
     position = jnp.arange(blocks.shape[0], dtype=jnp.int32)
     root = keys.root_key(namespace)
-    key = keys.chain(jnp.zeros_like(position), jnp.broadcast_to(root, (blocks.shape[0], 2)), keys.fingerprint(blocks))
+    key = keys.prefix_keys(namespace, keys.fingerprint(blocks))
     bucket, tag = keys.address(key, radix.index_tag.shape[0])
     found = index.probe(radix, bucket, tag, blocks, jnp.broadcast_to(namespace, key.shape))
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), found.block[:-1]])
@@ -110,10 +110,10 @@ def match_tail(
     wanted = jnp.pad(tokens, (0, block_size), constant_values=-1)[start + jnp.arange(block_size, dtype=jnp.int32)]
     last = found.block_ids[jnp.maximum(found.num_blocks - 1, 0)]
     last = jnp.where(found.num_blocks > 0, last, 0)
-    child = radix.is_indexed & (radix.parent == last) & (radix.first == wanted[0]) & (start < length)
-    child &= (radix.namespace[:, 0] == namespace[0]) & (radix.namespace[:, 1] == namespace[1])
-    candidate, count = some_set(child, min(_CHILDREN, child.shape[0]))
+    child = radix.is_indexed & (radix.parent == last) & (radix.first == keys.first_mark(wanted[0], namespace))
+    candidate, count = some_set(child & (start < length), min(_CHILDREN, child.shape[0]))
     differs = (radix.tokens[candidate] != wanted) | (start + np.arange(block_size) >= length)
+    differs |= jnp.any(radix.namespace[candidate] != namespace, axis=1)[:, None]
     common = jnp.where(jnp.any(differs, axis=1), jnp.argmax(differs, axis=1), block_size - 1).astype(jnp.int32)
     common = jnp.where(jnp.arange(candidate.shape[0]) < count, common, 0)
     best = jnp.argmax(common)

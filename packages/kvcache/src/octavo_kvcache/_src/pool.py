@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from octavo_kvcache._src.scan import prefix_sum, rank_in
-from octavo_kvcache._src.state import CacheState, RadixState, Side
+from octavo_kvcache._src.state import UNINDEXED, CacheState, RadixState, Side
 
 _CHUNK = 64
 
@@ -51,12 +51,12 @@ def hand_out(cache: CacheState, give: Int32[Array, " sequences"], tables: tuple[
     """Append `give` free blocks to each sequence's `tables`. The stack must hold as many and the tables have the room."""
     radix, sequences = cache
     num_free, total = radix.read().num_free, jnp.sum(give, dtype=jnp.int32)
-    nodes, rows = radix.refcount.shape[0], give.shape[0]
+    nodes, rows = radix.leases.shape[0], give.shape[0]
     end = prefix_sum(give)
     start = sequences.held - (end - give)
 
     def chunk(carry: tuple[Any, Array, Array, Array, Array]) -> tuple[Any, Array, Array, Array, Array]:
-        first, table, refcount, generation, tenant = carry
+        first, table, leases, generation, tenant = carry
         j = first + jnp.arange(min(_CHUNK, nodes), dtype=jnp.int32)
         live = j < total
         row = jnp.minimum(rank_in(end, j), rows - 1)
@@ -64,17 +64,13 @@ def hand_out(cache: CacheState, give: Int32[Array, " sequences"], tables: tuple[
         at, to = jnp.where(live, block, nodes), jnp.where(live, row, rows)
         for number in tables:
             table = table.at[number, to, start[row] + j].set(block, mode="drop")
-        refcount, generation = refcount.at[at].set(1, mode="drop"), generation.at[at].add(1, mode="drop")
-        return first + j.shape[0], table, refcount, generation, tenant.at[at].set(sequences.tenant[row], mode="drop")
+        leases, generation = leases.at[at].set(1, mode="drop"), generation.at[at].add(1, mode="drop")
+        return first + j.shape[0], table, leases, generation, tenant.at[at].set(sequences.tenant[row], mode="drop")
 
-    carry = (jnp.int32(0), sequences.block_table, radix.refcount, radix.generation, radix.tenant)
-    _, table, refcount, generation, tenant = lax.while_loop(lambda c: c[0] < total, chunk, carry)
-    used = radix.read().used
-    if radix.num_tenants > 1:
-        used = used.at[jnp.clip(sequences.tenant, 0, radix.num_tenants - 1)].add(give)
-    else:
-        used = used + total
-    radix = radix._replace(refcount=refcount, generation=generation, tenant=tenant).write(num_free=num_free - total, used=used)
+    carry = (jnp.int32(0), sequences.block_table, radix.leases, radix.generation, radix.tenant)
+    _, table, leases, generation, tenant = lax.while_loop(lambda c: c[0] < total, chunk, carry)
+    used = radix.read().used.at[sequences.tenant].add(give) if radix.num_tenants > 1 else radix.read().used + total
+    radix = radix._replace(leases=leases, generation=generation, tenant=tenant).write(num_free=num_free - total, used=used)
     return CacheState(radix, sequences._replace(block_table=table))
 
 
@@ -114,5 +110,5 @@ def is_current(radix: RadixState, block_id: Int32[Array, " ids"], generation: In
     """Whether `(block_id, generation)` still names a block in the use it was issued for: not freed, not handed out again."""
     inside = (block_id > 0) & (block_id < radix.generation.shape[0])
     at = jnp.where(inside, block_id, 0)
-    in_use = (radix.refcount[at] > 0) | radix.is_indexed[at]
+    in_use = (radix.leases[at] > 0) | (radix.slot[at] != UNINDEXED)
     return inside & in_use & (radix.generation[at] == generation)

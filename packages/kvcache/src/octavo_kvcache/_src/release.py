@@ -13,7 +13,7 @@ from octavo_kvcache._src import keys, pool
 from octavo_kvcache._src.admit import unlease_tail
 from octavo_kvcache._src.grow import release_side
 from octavo_kvcache._src.policy import LATEST, EvictionPolicy, Use
-from octavo_kvcache._src.state import CacheState, Layout, RadixState, layout_of, num_nodes
+from octavo_kvcache._src.state import UNINDEXED, CacheState, Layout, RadixState, layout_of, num_nodes
 
 
 def release(
@@ -69,21 +69,22 @@ def touch(
     return radix._replace(stamp=radix.stamp.at[at].set(policy.touch(stamp, use), mode="drop"))
 
 
-def end_leases(radix: RadixState, leased: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> RadixState:
-    """Take one lease off each of these distinct blocks; what nobody leases any more is cached if indexed, else free."""
-    left = radix.refcount[block] - 1
-    indexed = radix.is_indexed[block]
-    at = jnp.where(leased, block, radix.refcount.shape[0])
+def end_leases(radix: RadixState, leased: Bool[Array, " ids"], block: Int32[Array, " ids"], *, lease: int = 1) -> RadixState:
+    """Take one `lease` off each of these distinct blocks; what nobody leases any more is cached if indexed, else free."""
+    left = radix.leases[block] - lease
+    indexed = radix.slot[block] != UNINDEXED
+    at = jnp.where(leased, block, radix.leases.shape[0])
     idle = leased & (left == 0) & indexed
     evictable = radix.read().evictable + pool.by_tenant(radix, idle, block)
-    radix = radix._replace(refcount=radix.refcount.at[at].set(left, mode="drop")).write(evictable=evictable)
-    return pool.give_back(radix, leased & (left == 0) & ~indexed, block)
+    radix = radix._replace(leases=radix.leases.at[at].set(left, mode="drop")).write(evictable=evictable)
+    freed = leased & (left == 0) & ~indexed
+    return lax.cond(jnp.any(freed), lambda r: pool.give_back(r, freed, block), lambda r: r, radix)
 
 
 def _release_row(layout: Layout, cache: CacheState, row: Int32[Array, ""], policy: EvictionPolicy) -> CacheState:
     radix, sequences = cache
     block = lax.dynamic_index_in_dim(sequences.block_table[layout.whole[0]], row, keepdims=False)
-    radix = touch(radix, (block > 0) & radix.is_indexed[block], block, sequences.tenant[row], policy)
+    radix = touch(radix, (block > 0) & (radix.slot[block] != UNINDEXED), block, sequences.tenant[row], policy)
     sides = []
     for side, number in zip(radix.sides, layout.side, strict=True):
         table = lax.dynamic_index_in_dim(sequences.block_table[number], row, keepdims=False)

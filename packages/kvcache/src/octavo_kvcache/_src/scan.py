@@ -11,22 +11,26 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int32, UInt32
+from jaxtyping import Array, Bool, Int32, Shaped, UInt32
 
 _WORD = 32
 _LANES = 16
 
 
 def prefix_sum(x: Any) -> Any:
-    """Inclusive sums along the last axis of int32 or uint32, wrapping."""
+    """Inclusive sums along the last axis of int32 or uint32, wrapping.
+
+    A product with a triangle of ones in each run of 32, and again over the runs' totals: integer products are exact, and one of a few
+    vectorised loops that XLA calls on a CPU.
+    """
     n = x.shape[-1]
-    if n <= 4 * _WORD:
-        return jnp.sum(jnp.where(np.tri(n, dtype=bool), x[..., None, :], 0), axis=-1, dtype=x.dtype)
-    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % _WORD)])
-    within = prefix_sum(padded.reshape(*x.shape[:-1], -1, _WORD))
+    runs = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % _WORD)]).reshape(*x.shape[:-1], -1, _WORD)
+    within = (runs.astype(jnp.int32) @ np.tri(_WORD, dtype=np.int32).T).astype(x.dtype)
+    if n <= _WORD:
+        return within[..., 0, :n]
     total = within[..., -1]
     before = prefix_sum(total) - total
-    return (within + before[..., None]).reshape(padded.shape)[..., :n]
+    return (within + before[..., None]).reshape(*x.shape[:-1], -1)[..., :n]
 
 
 def rank_in(end: Int32[Array, " runs"], j: Int32[Array, " items"]) -> Int32[Array, " items"]:
@@ -53,13 +57,14 @@ def some_set(mask: Bool[Array, " n"], size: int) -> tuple[Int32[Array, " size"],
 
 def count_set(mask: Bool[Array, " n"]) -> Int32[Array, ""]:
     """How many entries are set."""
-    return jnp.sum(_fold([part.astype(jnp.int32) for part in _parts(mask, _LANES)], jnp.add), dtype=jnp.int32)
+    some = _fold([part.astype(jnp.int32) for part in _parts(mask, _LANES)], jnp.add)
+    return jnp.sum(_fold(_parts(some, _LANES), jnp.add), dtype=jnp.int32)
 
 
-def _parts(mask: Bool[Array, " n"], parts: int) -> list[Bool[Array, " n_of_part"]]:
-    """Equal parts, the last padded with what is not set; the barrier keeps the padding out of the loop that reads them."""
-    odd = -mask.shape[0] % parts
-    rows = (lax.optimization_barrier(jnp.pad(mask, (0, odd))) if odd else mask).reshape(parts, -1)
+def _parts(x: Shaped[Array, " n"], parts: int) -> list[Shaped[Array, " n_of_part"]]:
+    """Equal parts, the last padded with zeros; the barrier keeps the padding out of the loop that reads them."""
+    odd = -x.shape[0] % parts
+    rows = (lax.optimization_barrier(jnp.pad(x, (0, odd))) if odd else x).reshape(parts, -1)
     return [rows[i] for i in range(parts)]
 
 

@@ -25,6 +25,9 @@ WAYS: Final = 16
 UNINDEXED: Final = -1
 """`slot` of a block that no prefix leads to."""
 
+HOLD: Final = 1 << 16
+"""What a lease without a sequence adds to `leases`, besides 1."""
+
 _SCALARS: Final = 5
 
 
@@ -78,9 +81,9 @@ class RadixState(NamedTuple):
 
     Attributes:
         tokens: Token ids of each indexed block.
-        first: The first of them, in an array of its own: looking for children reads it for every block.
-        refcount: Leases on the block.
-        holds: Those of them that belong to no sequence: pins, loans, allocations by hand.
+        first: Mark of the first of them and the namespace: looking for children reads it for every block.
+        leases: Leases on the block in the low 16 bits, and in the high ones those of them that belong to no sequence: pins, loans, allocations
+            by hand. One array, because most operations change both.
         generation: Times the block was handed out.
         parent: Block before it in its prefix; 0 for the first block of a prefix.
         depth: Blocks before it in its prefix.
@@ -99,8 +102,7 @@ class RadixState(NamedTuple):
 
     tokens: Int32[Array, "nodes block_size"]
     first: Int32[Array, " nodes"]
-    refcount: Int32[Array, " nodes"]
-    holds: Int32[Array, " nodes"]
+    leases: Int32[Array, " nodes"]
     generation: Int32[Array, " nodes"]
     parent: Int32[Array, " nodes"]
     depth: Int32[Array, " nodes"]
@@ -132,6 +134,16 @@ class RadixState(NamedTuple):
         """The same tree with some scalars replaced."""
         *scalars, used, evictable = self.read()._replace(**new)
         return self._replace(counters=jnp.concatenate([jnp.stack(scalars), used, evictable]))
+
+    @property
+    def refcount(self) -> Int32[Any, " nodes"]:
+        """Leases on each block."""
+        return self.leases & (HOLD - 1)
+
+    @property
+    def holds(self) -> Int32[Any, " nodes"]:
+        """Leases on each block that belong to no sequence."""
+        return self.leases >> 16
 
     @property
     def is_indexed(self) -> Bool[Any, " nodes"]:
@@ -221,17 +233,16 @@ def empty_radix(spec: CacheSpec, *, max_events: int = 1024, num_tenants: int = 1
         num_tenants: Tenants whose blocks are counted apart.
     """
     nodes, buckets = num_nodes(spec), num_buckets(spec)
-    zeros = [jnp.zeros(nodes, jnp.int32) for _ in range(7)]
+    zeros = [jnp.zeros(nodes, jnp.int32) for _ in range(6)]
     return RadixState(
         tokens=jnp.zeros((nodes, spec.block_size), jnp.int32),
         first=zeros[0],
-        refcount=zeros[1],
-        holds=zeros[2],
-        generation=zeros[3],
-        parent=zeros[4],
-        depth=zeros[5],
+        leases=zeros[1],
+        generation=zeros[2],
+        parent=zeros[3],
+        depth=zeros[4],
         slot=jnp.full(nodes, UNINDEXED, jnp.int32),
-        stamp=zeros[6],
+        stamp=zeros[5],
         namespace=jnp.zeros((nodes, 2), jnp.uint32),
         tenant=jnp.zeros(nodes, jnp.int32),
         index_tag=jnp.zeros((buckets, WAYS), jnp.uint32),
