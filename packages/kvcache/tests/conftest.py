@@ -19,13 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from octavo_core.plan import CacheEvents
 from octavo_core.specs import CacheSpec
 from octavo_kvcache import RadixCache, audit
-
 
 QUICK = {"xla_backend_optimization_level": 0}
 """Compiling takes longer than these tests run."""
@@ -207,11 +206,7 @@ def search() -> Callable[..., None]:
     def run(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> None:
         quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
         chosen = settings(
-            max_examples=examples * SEARCH_FACTOR,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=quiet,
-            **({"phases": [q for q in Phase if q is not Phase.shrink]} if os.environ.get("NOSHRINK") else {}),
+            max_examples=examples * SEARCH_FACTOR, stateful_step_count=steps, deadline=None, suppress_health_check=quiet
         )
         run_state_machine_as_test(machine, settings=chosen)
 
@@ -222,7 +217,8 @@ def search() -> Callable[..., None]:
 def model() -> ModuleType:
     """The module `model.py` beside this file."""
     spec = importlib.util.spec_from_file_location("octavo_kvcache_model", pathlib.Path(__file__).with_name("model.py"))
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -177,6 +177,6 @@ def blocks_of(radix: Any) -> dict[Prefix, int]:
     for block in sorted(np.flatnonzero(radix.slot >= 0).tolist(), key=lambda b: int(radix.depth[b])):
         parent = int(radix.parent[block])
         tenant = int(radix.tenant[block])
-        root = (tenant, int(radix.namespace[block, 0] ^ (np.uint32(tenant) * MARKS[0])))
+        root = (tenant, int(radix.namespace[block, 0]) ^ tenant * int(MARKS[0]) % 2**32)
         name[block] = (*(name[parent] if parent else root), *radix.tokens[block].tolist())
     return {prefix: block for block, prefix in name.items()}

@@ -56,7 +56,8 @@ def machine_for(driver, model_module, quotas):
         def check_row(self, index, row, blocks) -> None:
             """What a row may read is there, in every group."""
             table = driver.host.sequences.block_table[:, index]
-            assert (table[0, : row.held] > 0).all() and not table[0, row.held :].any()
+            assert (table[0, : row.held] > 0).all()
+            assert not table[0, row.held :].any()
             for column in range(min(-(-row.computed // SIZE), row.held)):
                 prefix, length = row.prefix(column + 1, SIZE), min(row.computed - column * SIZE, SIZE)
                 for group in range(SPEC.groups):
@@ -244,7 +245,7 @@ def machine_for(driver, model_module, quotas):
         @precondition(lambda self: self.model.pins)
         @rule(which=st.integers(0, 7))
         def unpin(self, which) -> None:
-            prefix, ids, names = self.model.pins.pop(which % len(self.model.pins))
+            _, ids, names = self.model.pins.pop(which % len(self.model.pins))
             assert driver.tree("release", padded(ids), padded(names)) == OK
             self.unpinned.append((ids, names))
             self.check()

@@ -11,11 +11,11 @@ from octavo_core.errors import ConfigError
 from octavo_core.plan import OK, OUT_OF_BLOCKS
 from octavo_core.seams import PrefixCache
 from octavo_core.specs import CacheSpec
-from octavo_kvcache import RadixCache, CacheState, audit, match
+from octavo_kvcache import CacheState, RadixCache, audit, match
 from octavo_kvcache._src import keys
 from octavo_kvcache._src.evict import NEVER, smallest
 from octavo_kvcache._src.policy import LATEST
-from octavo_kvcache._src.scan import some_set, prefix_sum
+from octavo_kvcache._src.scan import prefix_sum, some_set
 from octavo_kvcache._src.state import WAYS
 
 
@@ -384,7 +384,8 @@ def test_some_set_finds_distinct_set_entries(n):
         got, count = some_set(jnp.asarray(mask), 50)
         assert int(count) == mask.sum()
         found = np.asarray(got)[: mask.sum()]
-        assert mask[found].all() and len(set(found.tolist())) == len(found) == min(mask.sum(), 50)
+        assert mask[found].all()
+        assert len(set(found.tolist())) == len(found) == min(mask.sum(), 50)
         assert not np.asarray(got)[mask.sum() :].any()
 
 

@@ -12,7 +12,7 @@ from octavo_core.specs import CacheSpec
 from octavo_kvcache._src import pool
 from octavo_kvcache._src.insert import count_idle
 from octavo_kvcache._src.match import Match, Tail, match, match_tail
-from octavo_kvcache._src.share import spare_for
+from octavo_kvcache._src.share import own_space, spare_for
 from octavo_kvcache._src.state import CacheState, Layout, RadixState, layout_of, num_nodes
 
 
@@ -35,6 +35,7 @@ def admit(
     arrivals, layout = sequence.shape[0], layout_of(spec)
     named = (sequence >= 0) & (sequence < spec.max_sequences)
     owner = jnp.clip(tenant, 0, len(quotas) - 1)
+    namespace = own_space(namespace, owner) if len(quotas) > 1 else namespace
 
     def serve(i: Array, carry: tuple[CacheState, Array, Array, Array]) -> tuple[CacheState, Array, Array, Array]:
         cache, promised, cached_len, status = carry
@@ -43,10 +44,10 @@ def admit(
         lack = _lack(spec, layout, found, want[i], step_blocks)
         spare = _spare(spec, layout, cache.radix, found, owner[i], quotas) - promised - reserve
         # A block that is only copied stays leased until then, and must not take the room the sequence needs.
-        tail_idle = (tail.block_id > 0) & (cache.radix.leases[tail.block_id] == 0)
-        use_tail = (tail.block_id > 0) & jnp.all(lack <= spare - tail_idle)
+        use_tail = (tail.block_id > 0) & jnp.all(lack <= spare - _idle(spec, layout, cache.radix, tail.block_id))
         tail = Tail(*(jnp.where(use_tail, field, 0) for field in tail))
-        empty = cache.sequences.held[jnp.where(named[i], sequence[i], 0)] == 0
+        row = jnp.where(named[i], sequence[i], 0)
+        empty = (cache.sequences.held[row] == 0) & (cache.sequences.tail[row] == 0)
         takes = named[i] & empty & (jnp.max(want[i]) <= spec.max_blocks) & jnp.all(lack <= spare)
         cache = _lease(layout, cache, jnp.where(takes, sequence[i], spec.max_sequences), found, tail, namespace[i], owner[i])
         length = found.num_blocks * spec.block_size + tail.length
@@ -102,6 +103,14 @@ def _spare(
         idle = jnp.sum((block > 0) & (side.refcount[block] == 0), dtype=jnp.int32)
         spare = spare.at[table - layout.offset].set(jnp.sum(side.counts) - idle)
     return spare
+
+
+def _idle(spec: CacheSpec, layout: Layout, radix: RadixState, node: Int32[Array, ""]) -> Bool[Array, " groups"]:
+    """Whether nobody leases the block of a node, in each group."""
+    idle = jnp.broadcast_to(radix.leases[node] == 0, spec.groups)
+    for side, table in zip(radix.sides, layout.side, strict=True):
+        idle = idle.at[table - layout.offset].set(side.refcount[side.node_block[node]] == 0)
+    return idle
 
 
 def _in_reach(node_block: Int32[Array, " nodes"], found: Match, back: int) -> Int32[Array, " max_blocks"]:

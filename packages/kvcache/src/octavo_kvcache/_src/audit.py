@@ -23,8 +23,7 @@ def audit(cache: CacheState | RadixState, spec: CacheSpec) -> list[str]:
     """
     host: Any = jax.device_get(cache)
     if isinstance(host, RadixState):
-        no_leases = np.zeros(host.leases.shape, np.int64)
-        return [*_audit_pool(host, num_nodes(spec), no_leases), *_audit_index(host), *_audit_tree(host)]
+        return [*_audit_pool(host, num_nodes(spec), _leases_by_hand(host)), *_audit_index(host), *_audit_tree(host)]
     layout = layout_of(spec)
     problems = list(_audit_tables(host, layout, spec))
     if problems:
@@ -37,11 +36,23 @@ def audit(cache: CacheState | RadixState, spec: CacheSpec) -> list[str]:
 
 
 def _leases(radix: RadixState, sequences: Sequences, layout: Layout) -> np.ndarray:
-    """Leases that sequences hold on each block, those on blocks to copy included."""
+    """Leases on each block: of sequences, those on blocks to copy included, and by hand."""
     nodes = len(radix.leases)
     path = np.bincount(sequences.block_table[layout.whole[0]].ravel(), minlength=nodes)
     leases = path + np.bincount(sequences.tail, minlength=nodes)
     leases[0] = 0
+    return leases + _leases_by_hand(radix)
+
+
+def _leases_by_hand(radix: RadixState) -> np.ndarray:
+    """Leases of no sequence on each block: those that end there or at a descendant."""
+    ends = radix.holds + radix.lent % 2
+    leases = np.zeros(len(ends), np.int64)
+    for block in np.flatnonzero(ends).tolist():
+        path, at = [block], block
+        while radix.is_indexed[at] and (at := int(radix.parent[at])) and at not in path:
+            path.append(at)
+        leases[path] += ends[block]
     return leases
 
 
@@ -85,8 +96,8 @@ def _audit_pool(radix: RadixState, nodes: int, leases: np.ndarray) -> Iterator[s
     lost = np.flatnonzero(~is_free & ~indexed & ~leased)
     if lost.tolist() != [0]:
         yield f"lost blocks (neither free, cached nor leased) besides block 0: {lost}"
-    if np.any(radix.holds < 0) or np.any(leases + radix.holds != radix.refcount):
-        yield f"reference counts differ from the leases held at {np.flatnonzero(leases + radix.holds != radix.refcount)}"
+    if np.any(radix.holds < 0) or np.any(leases != radix.refcount):
+        yield f"reference counts differ from the leases held at {np.flatnonzero(leases != radix.refcount)}"
     for name, mask, counted in (("used", ~is_free, counters.used), ("evictable", indexed & ~leased, counters.evictable)):
         mask[0] = False
         count = np.bincount(radix.tenant[mask], minlength=radix.num_tenants)

@@ -34,7 +34,7 @@ class RadixCache:
     Args:
         spec: Sizes and kinds of the groups.
         policy: Order of eviction: `lru`, `lfu`, `fifo`, `priority`, `cost`, or an `EvictionPolicy`.
-        quotas: Blocks of each tenant that others may not evict; empty: there are no tenants.
+        quotas: Blocks of each tenant that others may not evict; empty: there are no tenants. Tenants share no prefixes.
         partial: Reuse cached blocks of which only the first tokens are wanted, by copying them.
         max_commits: Blocks that one `commit` files at most; enough for 2,048 tokens unless given.
         max_events: Events of each kind kept between two releases; beyond it `CacheEvents.overflow` is set.

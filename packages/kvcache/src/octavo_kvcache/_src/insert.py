@@ -73,7 +73,8 @@ def judge(radix: RadixState, work: Work) -> Verdict:
     begins = j == work.first
     found = index.probe(radix, bucket, tag, work.tokens, work.namespace)
     before = jnp.where(begins, work.base, jnp.roll(found.block, 1))
-    known = ~_from_first(work, ~(work.live & found.same & (radix.parent[found.block] == before)))
+    same = found.same & (radix.parent[found.block] == before) & _is_own(radix, work, found.block)
+    known = ~_from_first(work, ~(work.live & same))
     fresh = work.live & ~known
 
     # The first fresh entry under the same bucket and tag is the one that may be filed.
@@ -81,12 +82,24 @@ def judge(radix: RadixState, work: Work) -> Verdict:
     leader = jnp.where(fresh, jnp.argmax(alike, axis=1), j).astype(jnp.int32)
     block = jnp.where(known, found.block, work.own[leader])
     parent = jnp.where(begins, work.base, jnp.roll(block, 1))
-    equal = jnp.all(work.tokens == work.tokens[leader], axis=1) & jnp.all(work.namespace == work.namespace[leader], axis=1)
+    equal = (
+        _is_own(radix, work, work.own[leader])
+        & jnp.all(work.tokens == work.tokens[leader], axis=1)
+        & jnp.all(work.namespace == work.namespace[leader], axis=1)
+    )
     fits, way = index.room(radix, bucket, fresh & (leader == j) & (found.block == 0))
-    failed = fresh & jnp.where(leader == j, ~fits, ~equal | (parent != parent[leader]))
+    alien = begins & (work.base > 0) & ~_is_own(radix, work, work.base)
+    failed = fresh & (alien | jnp.where(leader == j, ~fits, ~equal | (parent != parent[leader])))
     failed = _spread(work, failed, leader)
     done = work.live & ~failed
     return Verdict(done, done & fresh & (leader == j), known, block, parent, bucket, tag, way)
+
+
+def _is_own(radix: RadixState, work: Work, block: Int32[Array, " work"]) -> Bool[Array, " work"]:
+    """Whether blocks belong to the tenants of the entries: a path has one owner, or what its owner may lose would lead to others' blocks."""
+    if radix.num_tenants == 1:
+        return jnp.ones_like(work.live)
+    return radix.tenant[block] == radix.tenant[work.own]
 
 
 def _from_first(work: Work, bad: Bool[Array, " work"]) -> Bool[Array, " work"]:
@@ -106,14 +119,14 @@ def _spread(work: Work, failed: Bool[Array, " work"], leader: Int32[Array, " wor
     return lax.while_loop(lambda c: c[1], again, (failed, jnp.any(failed)))[0]
 
 
-def file(radix: RadixState, work: Work, verdict: Verdict, *, lease: int = 1) -> RadixState:
-    """Carry a verdict out: file what is new; free the own block of what moved, whose one `lease` goes to the canonical block."""
+def file(radix: RadixState, work: Work, verdict: Verdict) -> RadixState:
+    """Carry a verdict out: file what is new; free the own block of what moved, whose one lease goes to the canonical block."""
     radix = _enter(radix, work, verdict)
     counters, nodes = radix.read(), radix.leases.shape[0]
     moved = verdict.moved(work)
     woken = verdict.known & moved & (radix.leases[verdict.block] == 0) & _is_first(verdict)
     leases = radix.leases.at[jnp.where(moved, work.own, nodes)].set(0, mode="drop")
-    radix = radix._replace(leases=leases.at[jnp.where(moved, verdict.block, nodes)].add(lease, mode="drop"))
+    radix = radix._replace(leases=leases.at[jnp.where(moved, verdict.block, nodes)].add(1, mode="drop"))
     radix = radix.write(evictable=counters.evictable - pool.by_tenant(radix, woken, verdict.block))
     return pool.give_back(radix, moved, work.own)
 

@@ -14,13 +14,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from octavo_core.plan import OK, OUT_OF_BLOCKS
-from octavo_kvcache._src import pool
+from octavo_kvcache._src import keys, pool
 from octavo_kvcache._src.evict import eviction_key, remove, smallest
-from octavo_kvcache._src.insert import Work, file, judge, run_keys
+from octavo_kvcache._src.insert import Verdict, Work, file, judge, run_keys
 from octavo_kvcache._src.match import Match
 from octavo_kvcache._src.policy import EvictionPolicy, LeastRecentlyUsed
 from octavo_kvcache._src.release import end_leases, tick, touch
-from octavo_kvcache._src.state import HOLD, RadixState
+from octavo_kvcache._src.state import HOLD, WAYS, RadixState
 
 STALE: Final = 2
 """Status: a handle is outside the pool, names an earlier use of its block, or is not leased as the operation needs it to be."""
@@ -38,11 +38,13 @@ class Loan(NamedTuple):
     Attributes:
         block_ids: In no order; 0 pads.
         generations: Of each.
+        lent: Which loan of the block it is.
         num_blocks: How many.
     """
 
     block_ids: Int32[Array, " size"]
     generations: Int32[Array, " size"]
+    lent: Int32[Array, " size"]
     num_blocks: Int32[Array, ""]
 
 
@@ -83,7 +85,8 @@ def lease(
     status = _status(jnp.all(fresh | ~named), jnp.all((radix.parent[at] == before) | ~named) & _pads_last(named))
     taken = named & (status == OK)
     woken = taken & (radix.leases[at] == 0)
-    leases = radix.leases.at[jnp.where(taken, at, radix.leases.shape[0])].add(_LEASE, mode="drop")
+    by = jnp.where(_is_end(taken), _LEASE, 1)
+    leases = radix.leases.at[jnp.where(taken, at, radix.leases.shape[0])].add(by, mode="drop")
     evictable = radix.read().evictable - pool.by_tenant(radix, woken, at)
     return radix._replace(leases=leases).write(evictable=evictable), status
 
@@ -95,16 +98,17 @@ def release(
     *,
     policy: EvictionPolicy = LRU,
 ) -> tuple[RadixState, Int32[Array, ""]]:
-    """End a lease taken by `lease` or `allocate`: cached blocks stay and are stamped, private ones become free.
+    """End a lease taken by `lease` or `allocate`, all of it: cached blocks stay and are stamped, private ones become free.
 
     Returns:
-        The tree, and `OK`, `STALE` (also where a block has no such lease) or `NOT_A_PATH`.
+        The tree, and `OK`, `STALE` (also where no such lease ends at the last cached block, or at a private one) or `NOT_A_PATH`.
     """
     named = block_ids != 0
     inside, at = _inside(radix, block_ids)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), at[:-1]])
-    held = inside & (radix.generation[at] == generations) & (radix.leases[at] >= HOLD)
     indexed = radix.slot[at] >= 0
+    ends = ~indexed | _is_end(indexed)
+    held = inside & (radix.generation[at] == generations) & (~ends | (radix.leases[at] >= HOLD))
     # Indexed blocks follow one another from the first, so they differ; private ones come last and are looked at pair by pair.
     chained = jnp.where(indexed, radix.parent[at] == before, True) & jnp.all(indexed[1:] <= indexed[:-1])
     private = named & inside & ~indexed
@@ -113,7 +117,12 @@ def release(
     ended = named & (status == OK)
     radix = tick(radix, jnp.any(ended), policy)
     radix = touch(radix, ended & indexed, at, radix.tenant[at[0]], policy)
-    return end_leases(radix, ended, at, lease=_LEASE), status
+    return end_leases(radix, ended, at, lease=jnp.where(ends, _LEASE, 1)), status
+
+
+def _is_end(on_path: Bool[Array, " ids"]) -> Bool[Array, " ids"]:
+    """Which of the entries on a path is the last."""
+    return on_path & ~jnp.append(on_path[1:], False)
 
 
 def _repeats(counted: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> Bool[Array, " ids"]:
@@ -122,7 +131,7 @@ def _repeats(counted: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> Bool[
     return counted & (jnp.argmax(same, axis=1) < jnp.arange(block.shape[0]))
 
 
-def _inside(radix: RadixState, block_ids: Int32[Array, " ids"]) -> tuple[Bool[Array, " ids"], Int32[Array, " ids"]]:
+def _inside(radix: RadixState, block_ids: Int32[Array, "*ids"]) -> tuple[Bool[Array, "*ids"], Int32[Array, "*ids"]]:
     """Which ids are of the pool, and the ids with the others replaced by 0."""
     inside = (block_ids > 0) & (block_ids < radix.leases.shape[0])
     return inside, jnp.where(inside, block_ids, 0)
@@ -146,11 +155,11 @@ def insert(
 ) -> tuple[RadixState, Int32[Array, " new_blocks"], Int32[Array, " new_blocks"], Int32[Array, ""]]:
     """Make full blocks that follow a leased prefix findable. Idempotent: where an equal block is filed already it is the canonical one.
 
-    The lease on a block moves to the canonical one; the other copy is freed.
+    The lease on the prefix goes on to the last block filed, so that they are released together; copies that are not canonical are freed.
 
     Args:
         radix: The tree.
-        prefix: What the blocks follow, leased; an empty match where they begin a prefix.
+        prefix: What the blocks follow, leased by hand up to its end; an empty match where they begin a prefix.
         tokens: Of the blocks, one after another.
         block_ids: Allocated blocks that hold their KV; 0 pads at the end.
         generations: Of each.
@@ -158,17 +167,20 @@ def insert(
 
     Returns:
         The tree, canonical ids and generations (the given ones from the first that could not be filed on), and `OK`, `STALE`,
-        `NOT_A_PATH` (a block is not private, or named twice) or `OUT_OF_BLOCKS` (not all fitted in the index).
+        `NOT_A_PATH` (a block is not private, or named twice, or `prefix` is not what the tree says) or `OUT_OF_BLOCKS` (not all
+        fitted in the index).
     """
     size, named = block_ids.shape[0], block_ids != 0
     j = jnp.arange(size, dtype=jnp.int32)
     inside, at = _inside(radix, block_ids)
     last = jnp.maximum(prefix.num_blocks - 1, 0)
-    base = jnp.where(prefix.num_blocks > 0, prefix.block_ids[last], 0)
-    base_fresh = (radix.generation[base] == prefix.generations[last]) & (radix.leases[base] > 0)
+    base_inside, base = _inside(radix, jnp.where(prefix.num_blocks > 0, prefix.block_ids[last], 0))
+    base_fresh = base_inside & (radix.generation[base] == prefix.generations[last]) & (radix.leases[base] >= HOLD)
+    base_fresh |= prefix.num_blocks == 0
     fresh = inside & (radix.generation[at] == generations) & (radix.leases[at] >= HOLD)
     private = (radix.slot[at] < 0) & (radix.leases[at] == _LEASE) & ~_repeats(named, at)
-    status = _status(jnp.all(fresh | ~named) & (base_fresh | (base == 0)), jnp.all(private | ~named) & _pads_last(named))
+    follows = _follows(radix, prefix, base, namespace)
+    status = _status(jnp.all(fresh | ~named) & base_fresh, jnp.all(private | ~named) & _pads_last(named) & follows)
     live, blocks = named & (status == OK), tokens.reshape(size, -1)
     work = Work(
         live=live,
@@ -182,11 +194,28 @@ def insert(
         sequence=jnp.full_like(j, -1),
     )
     verdict = judge(radix, work)
-    radix = file(radix, work, verdict, lease=_LEASE)
+    radix = _move_end(file(radix, work, verdict), verdict, base)
     block = jnp.where(verdict.done, verdict.block, block_ids)
     generation = jnp.where(verdict.done, radix.generation[verdict.block], generations)
     all_filed = jnp.all(verdict.done | ~live)
     return radix, block, generation, jnp.where((status == OK) & ~all_filed, OUT_OF_BLOCKS, status)
+
+
+def _follows(radix: RadixState, prefix: Match, base: Int32[Array, ""], namespace: UInt32[Array, " 2"]) -> Bool[Array, ""]:
+    """Whether a prefix ends where and as its last block says: indexed, of that depth, namespace and key."""
+    bucket, tag = keys.address(prefix.chain[None], radix.index_tag.shape[0])
+    filed = (radix.slot[base] // WAYS == bucket[0]) & (radix.index_tag.reshape(-1)[radix.slot[base]] == tag[0])
+    placed = (radix.slot[base] >= 0) & (radix.depth[base] == prefix.num_blocks - 1)
+    whole = placed & filed & jnp.all(radix.namespace[base] == namespace)
+    return jnp.where(prefix.num_blocks == 0, jnp.all(prefix.chain == keys.root_key(namespace)), whole)
+
+
+def _move_end(radix: RadixState, verdict: Verdict, base: Int32[Array, ""]) -> RadixState:
+    """Let the leases on a prefix and on the blocks filed after it be one, which ends at the last of them."""
+    nodes, done = radix.leases.shape[0], verdict.done
+    ends = jnp.append(jnp.where(verdict.new, verdict.block, nodes), jnp.where(jnp.any(done), base, nodes))
+    leases = radix.leases.at[jnp.where(ends > 0, ends, nodes)].add(-HOLD, mode="drop")
+    return radix._replace(leases=leases.at[jnp.where(_is_end(done), verdict.block, nodes)].add(HOLD, mode="drop"))
 
 
 def surplus(radix: RadixState, *, high: float = 0.88, low: float = 0.8) -> Int32[Array, ""]:
@@ -205,8 +234,9 @@ def lend(
     """
     count = jnp.clip(jnp.minimum(count, radix.read().num_evictable), 0, size)
     block = smallest(eviction_key(radix, policy, max_depth), count, size)
-    radix = _along_paths(radix, block, _LEASE)
-    return radix, Loan(block, jnp.where(block > 0, radix.generation[block], 0), count)
+    radix = _along_paths(_count_loan(radix, block), block, 1)
+    named = block > 0
+    return radix, Loan(block, jnp.where(named, radix.generation[block], 0), jnp.where(named, radix.lent[block], 0), count)
 
 
 def settle(radix: RadixState, loan: Loan, stored: Bool[Array, " size"]) -> tuple[RadixState, Int32[Array, ""]]:
@@ -216,11 +246,19 @@ def settle(radix: RadixState, loan: Loan, stored: Bool[Array, " size"]) -> tuple
         The tree, and `OK` or `STALE` (the loan was settled before, or is of another tree; nothing changed).
     """
     named, (inside, block) = loan.block_ids > 0, _inside(radix, loan.block_ids)
-    fresh = inside & (radix.generation[block] == loan.generations) & (radix.leases[block] >= HOLD) & ~_repeats(named, block)
+    lent = (radix.lent[block] == loan.lent) & (loan.lent % 2 == 1) & ~_repeats(named, block)
+    fresh = inside & (radix.generation[block] == loan.generations) & lent
     status = jnp.where(jnp.all(fresh | ~named), OK, STALE).astype(jnp.int32)
-    radix = _along_paths(radix, jnp.where(status == OK, block, 0), -_LEASE)
+    block = jnp.where(status == OK, block, 0)
+    radix = _along_paths(_count_loan(radix, block), block, -1)
     may_go = named & stored & (status == OK) & (radix.leases[block] == 0)
     return remove(radix, _childless(radix, may_go, block), block), status
+
+
+def _count_loan(radix: RadixState, block: Int32[Array, " ids"]) -> RadixState:
+    """Count that blocks are lent or taken back."""
+    at = jnp.where(block > 0, block, radix.lent.shape[0])
+    return radix._replace(lent=radix.lent.at[at].add(1, mode="drop"))
 
 
 def _along_paths(radix: RadixState, block: Int32[Array, " ids"], by: int) -> RadixState:

@@ -69,7 +69,9 @@ def touch(
     return radix._replace(stamp=radix.stamp.at[at].set(policy.touch(stamp, use), mode="drop"))
 
 
-def end_leases(radix: RadixState, leased: Bool[Array, " ids"], block: Int32[Array, " ids"], *, lease: int = 1) -> RadixState:
+def end_leases(
+    radix: RadixState, leased: Bool[Array, " ids"], block: Int32[Array, " ids"], *, lease: Int32[Array, " ids"] | int = 1
+) -> RadixState:
     """Take one `lease` off each of these distinct blocks; what nobody leases any more is cached if indexed, else free."""
     left = radix.leases[block] - lease
     indexed = radix.slot[block] != UNINDEXED

@@ -6,12 +6,24 @@ handed out: a free block goes to whoever asks first. With one tenant and a quota
 
 from __future__ import annotations
 
+from typing import Final
+
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, UInt32
 
 from octavo_kvcache._src.scan import prefix_sum
 from octavo_kvcache._src.state import RadixState
+
+MARKS: Final = np.array([0xB5297A4D, 0x68E31DA5], np.uint32)
+
+
+def own_space(namespace: UInt32[Array, "arrivals 2"], tenant: Int32[Array, " arrivals"]) -> UInt32[Array, "arrivals 2"]:
+    """The tree that a tenant reads and extends where there are several.
+
+    They share no prefix, whatever their namespaces: what one may lose must not lead to what another keeps.
+    """
+    return namespace ^ (tenant[:, None].astype(jnp.uint32) * MARKS)
 
 
 def takeable(radix: RadixState, quotas: tuple[int, ...]) -> Int32[Array, " tenants"]:

@@ -26,7 +26,7 @@ UNINDEXED: Final = -1
 """`slot` of a block that no prefix leads to."""
 
 HOLD: Final = 1 << 16
-"""What a lease without a sequence adds to `leases`, besides 1."""
+"""What a lease of no sequence adds to `leases` of the block it ends at, besides the 1 it adds to every block of its path."""
 
 _SCALARS: Final = 5
 
@@ -82,8 +82,9 @@ class RadixState(NamedTuple):
     Attributes:
         tokens: Token ids of each indexed block.
         first: Mark of the first of them and the namespace: looking for children reads it for every block.
-        leases: Leases on the block in the low 16 bits, and in the high ones those of them that belong to no sequence: pins, loans, allocations
-            by hand. One array, because most operations change both.
+        leases: Leases on the block in the low 16 bits, and in the high ones those of no sequence that end there: pins and allocations by
+            hand. One array, because most operations change both.
+        lent: Times the block was lent and taken back: odd while it is lent.
         generation: Times the block was handed out.
         parent: Block before it in its prefix; 0 for the first block of a prefix.
         depth: Blocks before it in its prefix.
@@ -103,6 +104,7 @@ class RadixState(NamedTuple):
     tokens: Int32[Array, "nodes block_size"]
     first: Int32[Array, " nodes"]
     leases: Int32[Array, " nodes"]
+    lent: Int32[Array, " nodes"]
     generation: Int32[Array, " nodes"]
     parent: Int32[Array, " nodes"]
     depth: Int32[Array, " nodes"]
@@ -142,7 +144,7 @@ class RadixState(NamedTuple):
 
     @property
     def holds(self) -> Int32[Any, " nodes"]:
-        """Leases on each block that belong to no sequence."""
+        """Leases of no sequence that end at each block."""
         return self.leases >> 16
 
     @property
@@ -233,11 +235,12 @@ def empty_radix(spec: CacheSpec, *, max_events: int = 1024, num_tenants: int = 1
         num_tenants: Tenants whose blocks are counted apart.
     """
     nodes, buckets = num_nodes(spec), num_buckets(spec)
-    zeros = [jnp.zeros(nodes, jnp.int32) for _ in range(6)]
+    zeros = [jnp.zeros(nodes, jnp.int32) for _ in range(7)]
     return RadixState(
         tokens=jnp.zeros((nodes, spec.block_size), jnp.int32),
         first=zeros[0],
         leases=zeros[1],
+        lent=zeros[6],
         generation=zeros[2],
         parent=zeros[3],
         depth=zeros[4],
