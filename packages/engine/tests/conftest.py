@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import pathlib
+import sys
 
 import numpy as np
 import pytest
@@ -111,3 +114,13 @@ def is_idle():
         assert core.stats().num_waiting == 0
 
     return check
+
+
+@pytest.fixture(scope="session")
+def layout():
+    """The module `follower.py` beside this file."""
+    spec = importlib.util.spec_from_file_location("octavo_engine_follower", pathlib.Path(__file__).with_name("follower.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

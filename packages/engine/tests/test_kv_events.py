@@ -1,8 +1,6 @@
-"""KV events as a follower sees them: decoded with structs written from vLLM's documented layout, never with the engine's own."""
+"""KV events as a follower sees them, without an engine: what is announced, in which order, and what happens when it cannot be."""
 
-import json
 import time
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo_core.errors import ConfigError
-from octavo_core.keys import block_keys, namespace_of
+from octavo_core.keys import block_keys
 from octavo_core.plan import CacheEvents
 from octavo_core.specs import KVGroupSpec
 from octavo_core.wire import EngineRequest, SamplingParams
@@ -23,135 +21,6 @@ from octavo_engine._src.sequence import Sequence
 
 BLOCK = 4
 GROUPS = (KVGroupSpec("full", (0,), 1, 8, "float32", BLOCK), KVGroupSpec("window", (1,), 1, 8, "float32", BLOCK, window=6))
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-STOPS = SamplingParams(temperature=0.0, max_tokens=40, min_tokens=11, stop_token_ids=(50,), logit_bias={50: 100.0}, ignore_eos=True)
-"""Also ends after 12 tokens, but nobody knows before: a step more is computed, and its block is filed as the sequence leaves."""
-
-
-# The documented layout ----------------------------------------------------------------------------------------------------
-
-
-class Event(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
-    pass
-
-
-class BlockStored(Event):
-    block_hashes: list[bytes | int]
-    parent_block_hash: bytes | int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-
-
-class BlockRemoved(Event):
-    block_hashes: list[bytes | int]
-    medium: str | None
-    group_idx: int | None = None
-
-
-class AllBlocksCleared(Event):
-    pass
-
-
-class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
-    data_parallel_rank: int | None = None
-
-
-class OldBlockStored(Event, tag="BlockStored"):
-    """As followers written for the first version have it."""
-
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-
-
-class OldBatch(msgspec.Struct, array_like=True):
-    ts: float
-    events: list[OldBlockStored]
-
-
-class Follower:
-    """Keeps the set of blocks an engine has, and checks every promise of the stream while it listens."""
-
-    def __init__(self, events, topic=""):
-        self.context = zmq.Context()
-        self.sub = self.context.socket(zmq.SUB)
-        self.sub.setsockopt_string(zmq.SUBSCRIBE, topic)
-        self.sub.connect(events.endpoint)
-        self.dealer = self.context.socket(zmq.DEALER)
-        if events.replay_endpoint:
-            self.dealer.connect(events.replay_endpoint)
-        self.decode = msgspec.msgpack.Decoder(Batch).decode
-        self.held, self.tokens, self.numbers, self.has_cleared = set(), {}, [], False
-
-    def close(self):
-        self.context.destroy(linger=0)
-
-    def receive(self, timeout_s=5.0):
-        """(topic, number, payload), or None."""
-        if not self.sub.poll(int(timeout_s * 1000)):
-            return None
-        topic, number, payload = self.sub.recv_multipart()
-        assert len(number) == 8
-        return topic, int.from_bytes(number, "big"), payload
-
-    def follow(self, number, payload):
-        self.numbers.append(number)
-        batch = self.decode(payload)
-        assert abs(batch.ts - time.time()) < 600
-        assert batch.data_parallel_rank == 0
-        for event in batch.events:
-            self.apply(event)
-        return batch
-
-    def apply(self, event):
-        if isinstance(event, AllBlocksCleared):
-            self.held.clear()
-            self.has_cleared = True
-            return
-        assert event.medium == "GPU"
-        names = [(event.group_idx, key) for key in event.block_hashes]
-        if isinstance(event, BlockRemoved):
-            assert set(names) <= self.held, "removed, and never stored"
-            self.held -= set(names)
-            return
-        parent = event.parent_block_hash
-        assert parent is None or (event.group_idx, parent) in self.held or self.has_cleared, "a child of nobody"
-        assert len(event.token_ids) == event.block_size * len(names)
-        before = self.tokens.get(parent, []) if parent is not None else []
-        for i, name in enumerate(names):
-            self.tokens[name[1]] = before + event.token_ids[: (i + 1) * event.block_size]
-        self.held |= set(names)
-
-    def drain(self, until=0.3):
-        """Follow what comes until nothing does for a while."""
-        while (message := self.receive(until)) is not None:
-            self.follow(*message[1:])
-
-    def replay(self, start):
-        self.dealer.send_multipart((b"", start.to_bytes(8, "big")))
-        answers = []
-        while True:
-            assert self.dealer.poll(5000), "no answer to a replay"
-            empty, number, payload = self.dealer.recv_multipart()
-            assert empty == b""
-            if int.from_bytes(number, "big", signed=True) == -1:
-                assert payload == b""
-                return answers
-            answers.append((int.from_bytes(number, "big"), payload))
-
-
-# Without an engine --------------------------------------------------------------------------------------------------------
 
 
 def sequence(tokens, order=0, namespace=b"namespac", prompt_len=3):
@@ -172,14 +41,14 @@ def step(stored=(), removed=(), overflow=False):
 
 
 @pytest.fixture
-def open_events():
+def open_events(layout):
     """A publisher on free ports and a follower that is subscribed to it."""
     opened = []
 
     def make(begin=True, **options):
         addresses = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
         events = KVEvents(KVEventsConfig(enable_kv_cache_events=True, **{**addresses, **options}))
-        follower = Follower(events, options.get("topic", ""))
+        follower = layout.Follower(events, options.get("topic", ""))
         opened.append((events, follower))
         time.sleep(0.2)  # a subscription takes effect when it has travelled
         if begin:
@@ -192,7 +61,7 @@ def open_events():
         follower.close()
 
 
-def test_a_stored_block_carries_its_key_its_parent_and_its_tokens(open_events):
+def test_a_stored_block_carries_its_key_its_parent_and_its_tokens(layout, open_events):
     events, follower = open_events(topic="kv-events")
     tokens = list(range(100, 115))
     keys = block_keys(tokens, b"namespac", BLOCK)
@@ -200,12 +69,12 @@ def test_a_stored_block_carries_its_key_its_parent_and_its_tokens(open_events):
     topic, number, payload = follower.receive()
     assert (topic, number) == (b"kv-events", 0)
     assert follower.follow(number, payload).events == [
-        BlockStored(keys[:2], None, tokens[:8], BLOCK, None, "GPU", None, None, 0, "full_attention", None)
+        layout.BlockStored(keys[:2], None, tokens[:8], BLOCK, None, "GPU", None, None, 0, "full_attention", None)
     ]
     events.take(step([(0, 3, 5, 0, 2)], [(0, 7, 1)]), [sequence(tokens)])
     assert follower.follow(*follower.receive()[1:]).events == [
-        BlockStored([keys[2]], keys[1], tokens[8:12], BLOCK, None, "GPU", None, None, 0, "full_attention", None),
-        BlockRemoved([keys[0]], "GPU", 0),
+        layout.BlockStored([keys[2]], keys[1], tokens[8:12], BLOCK, None, "GPU", None, None, 0, "full_attention", None),
+        layout.BlockRemoved([keys[0]], "GPU", 0),
     ]
 
 
@@ -248,7 +117,7 @@ def test_overflow_clears_everything_and_later_removals_of_forgotten_blocks_are_s
     assert follower.held == {(0, block_keys(list(range(12)), b"namespac", BLOCK)[2])}
 
 
-def test_a_full_queue_drops_counts_leaves_a_gap_and_tells_followers_to_start_over(open_events):
+def test_a_full_queue_drops_counts_leaves_a_gap_and_tells_followers_to_start_over(layout, open_events):
     events, follower = open_events(begin=False, max_queue_size=1)
     one = sequence(list(range(40)))
     began = time.monotonic()
@@ -262,7 +131,7 @@ def test_a_full_queue_drops_counts_leaves_a_gap_and_tells_followers_to_start_ove
     _, number, payload = follower.receive()
     assert number == 4
     cleared, stored = follower.follow(number, payload).events
-    assert isinstance(cleared, AllBlocksCleared)
+    assert isinstance(cleared, layout.AllBlocksCleared)
     assert stored.token_ids == [36, 37, 38, 39]
     assert [number for number, _ in follower.replay(0)] == [0, 4]
 
@@ -331,14 +200,14 @@ def test_maps_carry_the_same_fields_by_name_within_the_same_batch(open_events):
     assert batches[2][1] == [{"type": "AllBlocksCleared"}]
 
 
-def test_followers_of_the_first_version_read_integer_keys(open_events):
+def test_followers_of_the_first_version_read_integer_keys(layout, open_events):
     events, follower = open_events(block_hashes="int")
     tokens = list(range(8))
     events.take(step([(0, 1, 1, 0, 0)]), [sequence(tokens)])
     events.take(step([(0, 2, 1, 0, 1)]), [sequence(tokens)])
     first, second = block_keys(tokens, b"namespac", BLOCK)
     wanted = [int.from_bytes(key[-8:], "big") for key in (first, second)]
-    batches = [msgspec.msgpack.decode(follower.receive()[2], type=OldBatch) for _ in range(2)]
+    batches = [msgspec.msgpack.decode(follower.receive()[2], type=layout.OldBatch) for _ in range(2)]
     assert [b.events[0].block_hashes for b in batches] == [[wanted[0]], [wanted[1]]]
     assert batches[1].events[0].parent_block_hash == wanted[0]
 
@@ -351,11 +220,11 @@ histories = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(histories)
-def test_a_follower_knows_exactly_the_keys_a_cache_holds_whatever_happened(history):
+def test_a_follower_knows_exactly_the_keys_a_cache_holds_whatever_happened(layout, history):
     """A cache that files the blocks of six prompts in random order, twice if it likes, and removes children first."""
     prompts = [sequence([p // 3, p // 2, 0, 0] * 2 + [p] * 8, order=p) for p in range(6)]
     events = KVEvents(KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://127.0.0.1:*"))
-    follower = Follower(events)
+    follower = layout.Follower(events)
     try:
         time.sleep(0.02)
         events.begin(GROUPS, BLOCK)
@@ -440,97 +309,3 @@ def test_nothing_is_published_unless_it_is_asked_for():
     assert not parse('{"enable_kv_cache_events": true, "publisher": "null"}').publishes
     assert parse('{"enable_kv_cache_events": true}').publishes
     assert parse('{"enable_kv_cache_events": true}').endpoint == "tcp://*:5557"
-
-
-# With an engine -----------------------------------------------------------------------------------------------------------
-
-
-def resident(core):
-    """Keys of what the engine's cache can find, found out by asking it for every prompt again."""
-    return core.stats().num_blocks - 1 - core.stats().num_free_blocks
-
-
-@pytest.mark.slow
-def test_a_follower_of_a_real_engine_knows_its_blocks_through_eviction_and_slot_reuse(make_llm, is_idle):
-    options = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
-    llm = make_llm(num_gpu_blocks_override=21, max_num_seqs=4, kv_events_config=json.dumps(options))
-    assert llm.core.planner.spec.max_sequences == 8  # for 54 requests
-    events = llm._built.kv_events
-    follower = Follower(events)
-    try:
-        time.sleep(0.3)
-        rng, asked = np.random.default_rng(3), []
-        for round_ in range(6):  # 20 blocks, and a prompt takes up to 8: each round evicts what an earlier one left
-            lengths = [3, 4, 5, 20, 21, 37, int(rng.integers(60, 110))]  # with 12 more tokens several end where a block does
-            prompts = [rng.integers(0, 96, n).tolist() for n in lengths] + [[7] * 40, [7] * 55]
-            namespace = namespace_of(cache_salt=str(round_ % 2))
-            for i, prompt in enumerate(prompts):
-                ends = {"sampling": GREEDY if i % 2 == round_ % 2 else STOPS, "namespace": namespace}
-                llm.core.add(EngineRequest(request_id=f"{round_}-{i}", prompt_ids=prompt, **ends))
-            answers = {f"{round_}-{i}": [] for i in range(len(prompts))}
-            while llm.core.has_work:
-                for output in llm.core.turn():
-                    answers[output.request_id] += output.token_ids
-                if round_ == 2 and answers["2-1"]:
-                    llm.core.abort("2-1")
-            asked += [(p + answers[f"{round_}-{i}"], namespace) for i, p in enumerate(prompts)]
-            is_idle(llm.core)
-            follower.drain()
-            assert len(follower.held) == resident(llm.core) > 10
-
-        assert follower.numbers == list(range(len(follower.numbers)))
-        assert not follower.has_cleared
-        assert len(follower.numbers) > 10
-        every = {key: tokens for tokens, space in asked for key, tokens in keyed(tokens, space)}
-        assert set(follower.tokens) <= set(every), "a key of tokens nobody sent"
-        assert all(every[key] == tokens for key, tokens in follower.tokens.items())
-        assert len(follower.tokens) > len(follower.held), "nothing was ever evicted: the test tests too little"
-        assert llm.core.stats().kv_event_batches_dropped == 0
-
-        again = follower.replay(follower.numbers[-5])
-        assert [number for number, _ in again] == follower.numbers[-5:]
-        late = Follower(events)
-        try:
-            for number, payload in late.replay(0):
-                late.follow(number, payload)
-            assert late.held == follower.held
-        finally:
-            late.close()
-    finally:
-        follower.close()
-
-
-def keyed(tokens, namespace):
-    keys = block_keys(tokens, namespace, 16)
-    return [(key, tokens[: 16 * (i + 1)]) for i, key in enumerate(keys)]
-
-
-@pytest.mark.slow
-def test_what_a_follower_calls_held_is_found_by_the_next_request_and_nothing_else_is(make_llm):
-    options = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*"}
-    llm = make_llm(num_gpu_blocks_override=21, kv_events_config=json.dumps(options))
-    follower = Follower(llm._built.kv_events)
-    try:
-        time.sleep(0.3)
-        rng = np.random.default_rng(4)
-        prompts = [rng.integers(0, 96, 90).tolist() for _ in range(5)]
-        llm.generate(prompts, GREEDY)
-        for prompt in prompts:
-            follower.drain(0.2)
-            keys = block_keys(prompt, namespace_of(), 16)
-            held = [(0, key) in follower.held for key in keys]
-            (done,) = llm.generate([prompt], GREEDY)
-            assert done.num_cached_tokens // 16 == (held.index(False) if False in held else len(held))
-    finally:
-        follower.close()
-
-
-@pytest.mark.slow
-def test_a_publisher_that_fails_stops_no_request(make_llm, caplog):
-    options = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*", "max_queue_size": 1}
-    llm = make_llm(num_gpu_blocks_override=21, kv_events_config=json.dumps(options))
-    events = llm._built.kv_events
-    events._context.destroy(linger=0)  # as if the network stack went away
-    prompts = [[i] * 50 for i in range(20)]
-    assert all(len(done.token_ids) == 12 for done in llm.generate(prompts, GREEDY))
-    assert "was not published" in caplog.text

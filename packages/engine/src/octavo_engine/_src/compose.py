@@ -20,7 +20,7 @@ import psutil
 from flax import nnx
 
 from octavo_core.errors import ConfigError
-from octavo_core.seams import Model, PrefixCache
+from octavo_core.seams import AttentionBackend, Model, PrefixCache
 from octavo_core.specs import CacheSpec, KVGroupSpec
 from octavo_core.wire import ModelCard
 from octavo_engine._src import host, kv_events_config, sizing
@@ -108,15 +108,13 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     groups, spec = _size_cache(config, checkpoint, model, dtype, seqs, on_cpu, table)
     table.append(("sequences", str(seqs), why_seqs))
     cache = make_cache(spec)
-    chosen = attention_backend(config.attention_backend, groups)
-    skipped = "; ".join(f"{p.name}: {p.reason}" for p in chosen.passed_over) or "first in order that can serve"
-    table.append(("attention", chosen.name, skipped))
+    attention = _attention(config, groups, table)
     card = _card(config, checkpoint, spec)
     sampler = RowSampler(max_logprobs=card.max_logprobs, max_bias=MAX_BIAS, max_stop=MAX_STOP + MAX_EOS, max_arrivals=MAX_ARRIVALS)
     programs = DevicePrograms.of(
         model,
         groups,
-        chosen.backend,
+        attention,
         sampler,
         max_logprobs=card.max_logprobs,
         layers_per_segment=1 if on_cpu else len(model.layers()),
@@ -130,10 +128,7 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     runner, planner = _compile(config, programs, state, cache, sampler, seqs, on_cpu, table)
     compiles = CompileCounter()
     template = jax.tree.map(np.array, sampler.empty_arrivals(spec.max_len))
-    overlap: Overlap = "off" if config.async_scheduling is False else "beside" if on_cpu else "in flight"
-    table.append(
-        ("overlap", overlap, "--async-scheduling" if config.async_scheduling is False else "the next step is planned meanwhile")
-    )
+    overlap = _overlap(config, on_cpu, table)
     if kv_events is not None:
         kv_events.begin(groups, spec.block_size)
         table.append(("KV events", *kv_events.told))
@@ -212,6 +207,22 @@ def _size_cache(
         windows=tuple(group.window or 0 for group in groups),
     )
     return groups, spec
+
+
+def _attention(config: EngineConfig, groups: tuple[KVGroupSpec, ...], table: Table) -> AttentionBackend[Any]:
+    chosen = attention_backend(config.attention_backend, groups)
+    skipped = "; ".join(f"{p.name}: {p.reason}" for p in chosen.passed_over) or "first in order that can serve"
+    table.append(("attention", chosen.name, skipped))
+    return chosen.backend
+
+
+def _overlap(config: EngineConfig, on_cpu: bool, table: Table) -> Overlap:
+    if not config.async_scheduling:
+        table.append(("overlap", "off", "--async-scheduling"))
+        return "off"
+    overlap: Overlap = "beside" if on_cpu else "in flight"
+    table.append(("overlap", overlap, "the next step is planned meanwhile"))
+    return overlap
 
 
 def _prefix_cache(name: str | None, table: Table) -> Callable[[CacheSpec], PrefixCache[Any]]:
