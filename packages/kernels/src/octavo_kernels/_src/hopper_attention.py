@@ -54,7 +54,7 @@ class HopperAttention:
         NotImplementedError: Where JAX sees no Hopper GPU.
     """
 
-    layout_id: Final = "hopper-bhsd-1"
+    layout_id: str = "hopper-bhsd-1"
 
     def __init__(self, *, choices: HopperChoices | None = None, interpret: Any = None) -> None:
         if interpret is None:
@@ -104,7 +104,7 @@ class HopperAttention:
         if group > MAX_GROUP:
             raise NotImplementedError(f"hopper attention serves at most {MAX_GROUP} query heads to a KV head, these are {group}")
         low = q.astype(jnp.bfloat16)
-        decode, long = self.configs(group, k.shape, scale)
+        decode, long = configs(group, k.shape, scale, self._choices, interpreted=self._interpret is not None)
         low = q.astype(jnp.bfloat16).reshape(len(q), k.shape[1], group, q.shape[2])
         rows = _token_rows(batch, len(q))
         out = self._decode(low, k, v, rows, decode)
@@ -115,28 +115,6 @@ class HopperAttention:
             live = batch.query_start[batch.num_rows]
             out = jnp.where((index >= batch.num_single) & (index < live), answers, out)
         return out.reshape(q.shape).astype(q.dtype)
-
-    def configs(self, group: int, pool: tuple[int, ...], scale: float) -> tuple[DecodeConfig, PrefillConfig]:
-        """What the kernels are compiled for."""
-        _, kv_heads, block_size, head_dim = pool
-        chosen, small = self._choices, head_dim <= 64
-        shape: dict[str, Any] = {
-            "group": group,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "block_size": block_size,
-            "scale": scale,
-            "num_ctas": chosen.num_ctas,
-            "interpreted": self._interpret is not None,
-        }
-        decode = DecodeConfig(**shape, tile_kv=chosen.decode_tile_kv or (128 if small else 64), stages=chosen.decode_stages or 4)
-        long = PrefillConfig(
-            **shape,
-            tile_kv=chosen.prefill_tile_kv or 128,
-            stages=chosen.prefill_stages or (4 if small else 2),
-            take_turns=chosen.take_turns,
-        )
-        return decode, long
 
     def _decode(
         self, q: BFloat16[Array, "tokens kv_heads group head_dim"], k: Array, v: Array, rows: _Rows, config: DecodeConfig
@@ -152,6 +130,39 @@ class HopperAttention:
     def scatter(self, kv: Pools, block_ids: Int32[Array, " ids"], data: UInt8[Array, "ids block_bytes"]) -> Pools:
         """The inverse of `gather`; id −1 stores nothing."""
         return scatter_blocks(kv, block_ids, data)
+
+
+def configs(
+    group: int, pool: tuple[int, ...], scale: float, choices: HopperChoices | None = None, *, interpreted: bool = False
+) -> tuple[DecodeConfig, PrefillConfig]:
+    """What the kernels are compiled for, for pools of a shape.
+
+    Args:
+        group: Query heads to a KV head.
+        pool: [blocks, kv_heads, block_size, head_dim].
+        scale: Of the scores.
+        choices: Where they differ from the heuristic.
+        interpreted: For the interpreter.
+    """
+    _, kv_heads, block_size, head_dim = pool
+    chosen, is_small = choices or HopperChoices(), head_dim <= 64
+    shape: dict[str, Any] = {
+        "group": group,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "block_size": block_size,
+        "scale": scale,
+        "num_ctas": chosen.num_ctas,
+        "interpreted": interpreted,
+    }
+    decode = DecodeConfig(**shape, tile_kv=chosen.decode_tile_kv or 64, stages=chosen.decode_stages or (6 if is_small else 4))
+    long = PrefillConfig(
+        **shape,
+        tile_kv=chosen.prefill_tile_kv or 128,
+        stages=chosen.prefill_stages or (4 if is_small else 2),
+        take_turns=chosen.take_turns,
+    )
+    return decode, long
 
 
 class _Rows(NamedTuple):

@@ -13,6 +13,7 @@ Source: FlashAttention-3 (Shah et al. 2024) for the roles, FlashDecoding and Str
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -143,6 +144,7 @@ class _Segment(NamedTuple):
     steps: Steps
 
 
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def partial_results(
     q: BFloat16[Array, "tokens kv_heads group head_dim"],
     k: BFloat16[Array, "blocks kv_heads block_size head_dim"],
@@ -160,8 +162,12 @@ def partial_results(
     slots = context_len.shape[0] * config.kv_heads + config.num_ctas
     queries = q[: len(context_len)].reshape(-1, config.group, config.head_dim)
     queries = jnp.pad(queries, ((0, 0), (0, config.group_rows - config.group), (0, 0)))
+
+    def octavo_decode(*refs: Any) -> None:
+        _body(config, *refs)
+
     run = plgpu.kernel(
-        lambda *refs: _body(config, *refs),
+        octavo_decode,
         out_type=(
             jax.ShapeDtypeStruct((slots, config.group_rows, config.head_dim), jnp.float32),
             jax.ShapeDtypeStruct((slots, config.group_rows), jnp.float32),
@@ -193,12 +199,12 @@ def _body(
 
     @pl.when(wg == COPY_WARPGROUP)
     def _copy() -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(mosaic.COPY_REGISTERS, action="decrease")
         _copy_share(config, q, k, v, table, context_len, start, scratch)
 
     @pl.when(wg < COMPUTE_WARPGROUPS)
     def _compute() -> None:
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
         _compute_share(config, context_len, start, out, lse, scratch)
 
 

@@ -5,6 +5,7 @@ Knows where partial results lie and how many there are. Knows nothing of KV.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ LANES = 128
 THREADS = plgpu.Layout.WG_STRIDED((LANES,), 1)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def merge(
     partial: Float32[Array, "slots group_rows head_dim"],
     lse: Float32[Array, "slots group_rows"],
@@ -42,8 +44,12 @@ def merge(
     num_rows, shape = rows.shape[0], (rows.shape[0], config.kv_heads, config.group_rows, config.head_dim)
     chunks = -(-config.group * config.head_dim // LANES)
     with_sinks = sinks is not None
+
+    def octavo_merge(*refs: Any) -> None:
+        _body(config, with_sinks, *refs)
+
     run = plgpu.kernel(
-        lambda *refs: _body(config, with_sinks, *refs),
+        octavo_merge,
         out_type=jax.ShapeDtypeStruct((num_rows, config.kv_heads, config.group_rows * config.head_dim), jnp.bfloat16),
         grid=(num_rows, config.kv_heads, chunks),
         grid_names=("row", "head", "chunk"),

@@ -1,7 +1,7 @@
 """Chunks of prompts on Hopper: rows with several new tokens, each over its context, at the speed of the matrix units.
 
 New tokens are cut into tiles of one row; a tile's matrix rows are token * group + head, so that all query heads of a KV head share the KV
-they read. Thread blocks stay and take tile after tile, the late (long) ones first.
+they read. Thread blocks stay and take tile after tile, those with the longest context first.
 
 Roles in a thread block: one warpgroup issues copies, two compute 64 matrix rows each on the same KV.
 
@@ -11,6 +11,7 @@ Source: FlashAttention-3 (Shah et al. 2024).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -103,13 +104,13 @@ class Tiles(NamedTuple):
     """What the tiles are.
 
     Attributes:
-        about: Row, position of the first query, and queries of each tile; the context of the row.
+        about: Row, position of the first query, and queries of each tile; the context of the row; its own number. Longest first.
         num_tiles: How many there are.
         token: Flat index of each query of a tile, clipped to the step.
         tile, offset: Of each flat token: where its answer lies.
     """
 
-    about: Int32[Array, "tiles 4"]
+    about: Int32[Array, "tiles 5"]
     num_tiles: Int32[Array, "1"]
     token: Int32[Array, "tiles tile_q"]
     tile: Int32[Array, " tokens"]
@@ -118,21 +119,24 @@ class Tiles(NamedTuple):
 
 def cut(batch: AttentionBatch, tokens: int, config: PrefillConfig) -> Tiles:
     """Cut the rows from `num_single` on into tiles."""
-    row, number, count = query_tiles(batch, tokens, config.tile_q)
+    row, number, num_tiles = query_tiles(batch, tokens, config.tile_q)
     ahead = number * config.tile_q
     begin, stop = batch.query_start[row], batch.query_start[row + 1]
     context = batch.context_len[row]
     queries = jnp.clip(stop - begin - ahead, 0, config.tile_q)
     first = begin + ahead
-    about = jnp.stack([row, context - (stop - begin) + ahead, queries, context], axis=1)
+    position = context - (stop - begin) + ahead
+    live = jnp.arange(len(row)) < num_tiles
+    order = jnp.argsort(jnp.where(live, -(position + queries), 1))
+    about = jnp.stack([row, position, queries, context, jnp.arange(len(row))], axis=1)[order]
     token = jnp.minimum(first[:, None] + jnp.arange(config.tile_q), tokens - 1)
     index = jnp.arange(tokens)
-    live = jnp.arange(len(row)) < count
     tile = jnp.maximum(jnp.sum(live & (first <= index[:, None]), axis=1) - 1, 0)
     offset = jnp.clip(index - first[tile], 0, config.tile_q - 1)
-    return Tiles(*(x.astype(jnp.int32) for x in (about, count[None], token, tile, offset)))
+    return Tiles(*(x.astype(jnp.int32) for x in (about, num_tiles[None], token, tile, offset)))
 
 
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def prefill(
     q: BFloat16[Array, "tokens kv_heads group head_dim"],
     k: BFloat16[Array, "blocks kv_heads block_size head_dim"],
@@ -150,8 +154,12 @@ def prefill(
     queries = q[tiles.token]
     queries = queries.transpose(0, 2, 1, 3, 4).reshape(*packed, out)
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, TILE_Q_ROWS - packed[2]), (0, 0)))
+
+    def octavo_prefill(*refs: Any) -> None:
+        _body(config, *refs)
+
     run = plgpu.kernel(
-        lambda *refs: _body(config, *refs),
+        octavo_prefill,
         out_type=jax.ShapeDtypeStruct(queries.shape, jnp.bfloat16),
         scratch_types=[config.scratch()],
         grid=(config.num_ctas,),
@@ -182,12 +190,12 @@ def _body(
 
     @pl.when(wg == COPY_WARPGROUP)
     def _copy() -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(mosaic.COPY_REGISTERS, action="decrease")
         _copy_items(config, q, k, v, table, about, count, scratch)
 
     @pl.when(wg < COMPUTE_WARPGROUPS)
     def _compute() -> None:
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
         _compute_items(config, about, count, out, scratch)
 
 
@@ -198,9 +206,9 @@ def _each_item(config: PrefillConfig, about: Any, count: Any, visit: Any) -> tup
     items = jnp.where(total > cta, lax.div(total - cta - 1, ctas) + 1, 0)
 
     def one(number: jax.Array, before: jax.Array) -> jax.Array:
-        index = total - 1 - (cta + number * ctas)
-        tile, head = lax.div(index, jnp.int32(config.kv_heads)), lax.rem(index, jnp.int32(config.kv_heads))
-        row, position, queries, context = (about[tile, i] for i in range(4))
+        index = cta + number * ctas
+        rank, head = lax.div(index, jnp.int32(config.kv_heads)), lax.rem(index, jnp.int32(config.kv_heads))
+        row, position, queries, context, tile = (about[rank, i] for i in range(5))
         first = jnp.int32(0)
         if config.window is not None:
             first = lax.div(jnp.maximum(position + 1 - config.window, 0), jnp.int32(config.tile_kv))
@@ -300,12 +308,13 @@ def _step(
     else:
         scores = jnp.tanh(scores * (config.scale / config.soft_cap)) * (config.soft_cap * LOG2E)
     if masked:
-        query = s.position + lax.div(mosaic.index(shape, 0) + wg * WARPGROUP_ROWS, jnp.int32(config.group))
+        row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=WGMMA.reduce(1)) + wg * WARPGROUP_ROWS
+        query = jnp.minimum(s.position + lax.div(row, jnp.int32(config.group)), s.steps.context - 1)
         token = mosaic.index(shape, 1) + ahead
-        visible = token <= query
+        visible = token <= mosaic.down(query, shape)
         if config.window is not None:
-            visible = visible & (token > query - config.window)
-        scores = jnp.where(visible & (token < s.steps.context), scores, MASKED)
+            visible = visible & (token > mosaic.down(query - config.window, shape))
+        scores = jnp.where(visible, scores, MASKED)
     new_top = jnp.maximum(top, scores.max(axis=1))
     fade = jnp.exp2(top - new_top)
     weights = jnp.exp2(scores - mosaic.down(new_top, shape))

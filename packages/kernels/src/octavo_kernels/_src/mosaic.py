@@ -31,6 +31,9 @@ WARPGROUP_ROWS: Final = 64
 """Rows of a warpgroup's matrix product."""
 MAX_SMEM_BYTES: Final = 227 * 1024
 """Shared memory a thread block of Hopper can have."""
+COPY_REGISTERS: Final = 40
+COMPUTE_REGISTERS: Final = 232
+"""Registers of a thread of the copying and of a computing warpgroup: 40 + 2 * 232 = 3 * 168, what the three start with."""
 BARRIER_BYTES: Final = 8
 REDUCTION_BYTES: Final = 2048
 """What Mosaic keeps for itself (its `reduction_scratch_bytes`, rounded up)."""

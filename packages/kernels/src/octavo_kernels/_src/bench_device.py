@@ -1,0 +1,183 @@
+"""The Hopper kernels on a Hopper GPU: right first, then how fast, beside JAX's own kernels in the same run."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from octavo_core.testing.attention import check_dropped_writes, check_moved_blocks, check_parity
+from octavo_kernels._src.bench_report import Report
+from octavo_kernels._src.bench_steps import Step, check_sample, make_step, median_s
+from octavo_kernels._src.hopper_attention import HopperAttention, HopperChoices, configs
+from octavo_kernels._src.mosaic import MAX_SMEM_BYTES
+from octavo_kernels.cases import HOPPER_CASES, QUICK, SPEED_CASES, SpeedCase
+
+LAYERS = 8
+"""Attention calls in one program, as in a model: each takes the answer of the one before."""
+COPY_BYTES = 4 << 30
+COMPILING = 8
+"""Programs compiled at once."""
+
+
+def run(report: Report, *, only: re.Pattern[str], quick: bool, sweep: bool) -> None:
+    """Check, then time."""
+    backend = HopperAttention()
+    if not sweep:
+        _check(report, backend, only)
+    cases = [case for case in SPEED_CASES if only.search(case.name) and (not quick or case.name in QUICK)]
+    if not cases:
+        return
+    rounds = 3 if quick else 5
+    copy = _copy_rate(rounds)
+    report.add("copy bandwidth, read and written", copy / 1e9, "GB/s", rounds)
+    for case in cases:
+        _time_case(report, case, _sweep(case) if sweep else {"": HopperChoices()}, copy, rounds)
+        if not sweep:
+            _time_others(report, case, copy, rounds)
+
+
+def _check(report: Report, backend: HopperAttention, only: re.Pattern[str]) -> None:
+    checks: dict[str, Callable[[], Any]] = {}
+    for case in HOPPER_CASES:
+        checks[f"check/{case.name}"] = functools.partial(check_parity, backend, case)
+    checks["check/blocks carried elsewhere as bytes"] = functools.partial(check_moved_blocks, backend, HOPPER_CASES[-1])
+    checks["check/writes outside the pool"] = functools.partial(check_dropped_writes, backend, HOPPER_CASES[0])
+    chosen = {name: check for name, check in checks.items() if only.search(name)}
+    with ThreadPoolExecutor(COMPILING) as pool:
+        running = {name: pool.submit(check) for name, check in chosen.items()}
+        for name, future in running.items():
+            try:
+                future.result()
+                report.add(name, "ok", "text", 1)
+            except Exception as error:
+                report.fail(name, error)
+
+
+def _copy_rate(rounds: int) -> float:
+    """Bytes a second of a device-to-device copy, read and written ones."""
+    x = jax.random.normal(jax.random.key(0), (COPY_BYTES // 4,), jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    return 2 * COPY_BYTES / median_s(lambda: copy(x), rounds=rounds)
+
+
+def _time_case(report: Report, case: SpeedCase, choices: dict[str, HopperChoices], copy: float, rounds: int) -> None:
+    step = make_step(case)
+    with ThreadPoolExecutor(COMPILING) as pool:
+        programs = {label: pool.submit(_programs, step, choice) for label, choice in choices.items()}
+    for label, future in programs.items():
+        name = f"{case.name}{label}"
+        try:
+            once, layers = future.result()
+            error = check_sample(step, once(step.q, step.kv, step.batch))
+            seconds = median_s(functools.partial(layers, step.q, step.kv, step.batch), rounds=rounds) / LAYERS
+            _add_times(report, f"{name}/hopper", case, seconds, copy, rounds)
+            report.add(f"{name}/hopper/relative error", error, "", 1)
+        except Exception as failure:
+            report.fail(f"{name}/hopper", failure)
+
+
+def _programs(step: Step, choices: HopperChoices) -> tuple[Any, Any]:
+    """One call, and `LAYERS` in a chain, compiled."""
+    backend = HopperAttention(choices=choices)
+
+    def once(q: jax.Array, kv: Any, batch: Any) -> jax.Array:
+        return backend.attend(kv, 0, q, batch, scale=step.scale)
+
+    return _compiled(once, step), _compiled(_chain(once), step)
+
+
+def _chain(once: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def layers(q: jax.Array, kv: Any, batch: Any) -> jax.Array:
+        for _ in range(LAYERS):
+            q = q + once(q, kv, batch)
+        return q
+
+    return layers
+
+
+def _compiled(function: Callable[..., jax.Array], step: Step) -> Any:
+    return jax.jit(function).lower(step.q, step.kv, step.batch).compile()
+
+
+def _add_times(report: Report, name: str, case: SpeedCase, seconds: float, copy: float, rounds: int) -> None:
+    report.add(f"{name}/time", seconds * 1e6, "us", rounds)
+    if case.name.startswith("decode"):
+        report.add(f"{name}/KV read", case.kv_bytes / seconds / 1e9, "GB/s", rounds)
+        report.add(f"{name}/fraction of copy bandwidth", case.kv_bytes / seconds / copy, "", rounds)
+    else:
+        report.add(f"{name}/rate", case.flops / seconds / 1e12, "TFLOP/s", rounds)
+
+
+def _sweep(case: SpeedCase) -> dict[str, HopperChoices]:
+    """Every configuration that fits shared memory."""
+    found = {}
+    pool = (1, case.kv_heads, case.block_size, case.head_dim)
+    is_decode = case.name.startswith("decode")
+    for tile, stages, turns in itertools.product((64, 128), (2, 3, 4, 6, 8), (True,) if is_decode else (True, False)):
+        if is_decode:
+            choice = HopperChoices(decode_tile_kv=tile, decode_stages=stages)
+        else:
+            choice = HopperChoices(prefill_tile_kv=tile, prefill_stages=stages, take_turns=turns)
+        config = configs(case.q_heads // case.kv_heads, pool, 1.0, choice)[0 if is_decode else 1]
+        if config.smem_bytes() <= MAX_SMEM_BYTES and (not is_decode or stages % 2 == 0):
+            found[f"/tile_kv={tile}/stages={stages}" + ("" if is_decode else f"/take_turns={turns}")] = choice
+    return found
+
+
+def _time_others(report: Report, case: SpeedCase, copy: float, rounds: int) -> None:
+    """JAX's paged kernel for decode; cuDNN's dense attention, which reads no table, for prompts."""
+    contexts = {old + new for old, new in case.rows}
+    try:
+        if case.name.startswith("decode") and len(contexts) == 1:
+            name, call, step = f"{case.name}/jax pallas-triton", *_jax_paged(case)
+        elif case.name.startswith("prefill") and all(old == 0 for old, _ in case.rows):
+            name, call, step = f"{case.name}/cudnn dense", *_cudnn_dense(case)
+        else:
+            return
+        seconds = median_s(lambda: call(*step), rounds=rounds) / LAYERS
+        _add_times(report, name, case, seconds, copy, rounds)
+    except Exception as error:
+        report.add(f"{case.name}/others", f"not measured: {type(error).__name__}: {str(error).splitlines()[0]}"[:300], "text", 1)
+
+
+def _jax_paged(case: SpeedCase) -> tuple[Any, tuple[jax.Array, ...]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+    step = make_step(case)
+    k, v = (pools[0].swapaxes(0, 1) for pools in step.kv)
+    splits = 16 if len(case.rows) * case.kv_heads < 1024 else 4
+    table = step.batch.block_table
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % (splits * 4))))
+
+    def layers(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
+        for _ in range(LAYERS):
+            q = q + paged_attention(q, k, v, table, lengths, k_splits=splits, pages_per_compute_block=4, block_h=16, num_warps=4)
+        return q
+
+    inputs = (step.q * step.scale, k, v, table, step.batch.context_len)
+    return jax.jit(layers).lower(*inputs).compile(), inputs
+
+
+def _cudnn_dense(case: SpeedCase) -> tuple[Any, tuple[jax.Array, ...]]:
+    rows, length = len(case.rows), case.rows[0][1]
+    keys = jax.random.split(jax.random.key(0), 3)
+    heads = (case.q_heads, case.kv_heads, case.kv_heads)
+    inputs = tuple(
+        jax.random.normal(key, (rows, length, n, case.head_dim), jnp.bfloat16) for key, n in zip(keys, heads, strict=True)
+    )
+
+    def layers(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        for _ in range(LAYERS):
+            q = q + jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return q
+
+    return jax.jit(layers).lower(*inputs).compile(), inputs

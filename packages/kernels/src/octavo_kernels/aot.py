@@ -1,0 +1,60 @@
+"""Compiles the Hopper kernels for an H200 on a machine without a GPU: `python -m octavo_kernels.aot [--head-dim 64 128] [--json FILE]`.
+
+Prints registers, spilled bytes, shared memory and the instructions that matter of each shipped configuration. Static figures: they say
+that a kernel can launch and uses the units it should, and nothing about its speed.
+
+Needs, beside JAX, the packages of `PACKAGES`; see the README for an environment of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+PACKAGES: Final = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-nvdisasm")
+"""What compiling for a GPU takes where there is none; the first two at JAX's own version."""
+
+SHIPPED: Final = tuple((head_dim, block_size) for head_dim in (64, 128) for block_size in (16, 32, 64))
+"""Head and block sizes the kernels serve."""
+GROUPS: Final = {16: 3, 32: 8, 64: 4}
+"""Query heads to a KV head that each block size is compiled with."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile, print, and answer 1 if a configuration cannot launch or spills."""
+    parser = argparse.ArgumentParser(prog="octavo_kernels.aot", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--block-size", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list with one object a kernel")
+    args = parser.parse_args(argv)
+    if os.environ.get("JAX_PLATFORMS") != "cpu" or "MOSAIC_GPU_DUMP_TO" not in os.environ:
+        return _again_without_gpu(argv)
+    from octavo_kernels._src.aot_compile import Kernel, compile_configuration
+
+    found: list[Kernel] = []
+    for head_dim, block_size in SHIPPED:
+        if head_dim in args.head_dim and block_size in args.block_size:
+            found += compile_configuration(head_dim, block_size, GROUPS[block_size], Path(os.environ["MOSAIC_GPU_DUMP_TO"]))
+            for kernel in found[-3:]:
+                print(kernel.line(), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps([kernel._asdict() for kernel in found], indent=1) + "\n", encoding="utf-8")
+    return int(not all(kernel.can_launch for kernel in found))
+
+
+def _again_without_gpu(argv: Sequence[str] | None) -> int:
+    """JAX and Mosaic read their environment when they are imported: run anew with it set."""
+    with tempfile.TemporaryDirectory(prefix="octavo-aot-") as folder:
+        dump = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+        command = [sys.executable, "-m", "octavo_kernels.aot", *(sys.argv[1:] if argv is None else argv)]
+        return os.spawnve(os.P_WAIT, sys.executable, command, {**os.environ, **dump, "JAX_PLATFORMS": "cpu"})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

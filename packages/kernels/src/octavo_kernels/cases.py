@@ -1,0 +1,106 @@
+"""Steps that attention is tested on and measured on: one table for tests and benches.
+
+`HOPPER_CASES` go around the edges of the kernels' tiles and are checked against dense attention in float64; `SPEED_CASES` are as large as
+serving is, and are checked against the float32 reference at a sample of their tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from octavo_core.testing.attention import CASES, AttentionCase
+
+EDGES: Final = (0, 14, 15, 16, 62, 63, 64, 126, 127, 128, 299)
+"""Tokens in memory before one more: contexts of 1, around a block, around a tile, over several tiles."""
+
+
+def _case(name: str, rows: tuple[tuple[int, int], ...], **shape: int) -> AttentionCase:
+    return AttentionCase(name, rows, dtype="bfloat16", q_dtype="bfloat16", **shape)  # type: ignore[arg-type]
+
+
+_SINGLES: Final = tuple((old, 1) for old in EDGES)
+_CHUNKS: Final = ((40, 1), (127, 1), (0, 130), (61, 3), (64, 64), (190, 33))
+
+HOPPER_CASES: Final = (
+    _case("decode at the edges of blocks and tiles", _SINGLES, q_heads=8, kv_heads=2, head_dim=128, block_size=16, spare_rows=5),
+    _case("decode, one query head to a KV head", _SINGLES, q_heads=2, kv_heads=2, head_dim=64, block_size=32, spare_rows=5),
+    _case("decode, 8 query heads to a KV head", _SINGLES, q_heads=16, kv_heads=2, head_dim=128, block_size=64, spare_rows=5),
+    _case("decode, 3 query heads to a KV head", _SINGLES, q_heads=9, kv_heads=3, head_dim=64, block_size=16, spare_rows=5),
+    _case("decode, 12 query heads to a KV head", _SINGLES, q_heads=12, kv_heads=1, head_dim=128, block_size=32, spare_rows=5),
+    _case("one row alone over a long context", ((2999, 1),), q_heads=8, kv_heads=1, head_dim=128, spare_rows=0, spare_tokens=0),
+    _case("few tokens of one row", ((77, 6), (0, 3)), q_heads=8, kv_heads=2, head_dim=128, spare_rows=10),
+    _case("chunks beside decode", _CHUNKS, q_heads=8, kv_heads=2, head_dim=128, block_size=16, spare_tokens=9),
+    _case("chunks beside decode, 8 query heads", _CHUNKS, q_heads=8, kv_heads=1, head_dim=64, block_size=32, spare_tokens=9),
+    _case("chunks beside decode, 3 query heads", _CHUNKS, q_heads=6, kv_heads=2, head_dim=64, block_size=64, spare_tokens=9),
+    _case("chunks beside decode, blocks of 64", _CHUNKS, q_heads=4, kv_heads=4, head_dim=128, block_size=64, spare_tokens=9),
+    _case("prompts only", ((0, 257), (300, 100)), q_heads=8, kv_heads=2, head_dim=128, block_size=32),
+    *(case for case in CASES if case.dtype == case.q_dtype == "bfloat16" and case.head_dim in (64, 128)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedCase:
+    """A step to time.
+
+    Attributes:
+        name: Stable: comparisons hang on it.
+        rows: (tokens already in memory, new tokens) of each row; rows with one new token first.
+        q_heads, kv_heads, head_dim, block_size: Shapes.
+    """
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 32
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens."""
+        return sum(new for _, new in self.rows)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of bfloat16 K and V that a step must read at least once."""
+        return sum(old + new for old, new in self.rows) * self.kv_heads * self.head_dim * 4
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of visible pairs, in both products."""
+        pairs = sum(new * old + new * (new + 1) // 2 for old, new in self.rows)
+        return 4 * pairs * self.q_heads * self.head_dim
+
+
+def _decode(rows: int, context: int, **shape: int) -> SpeedCase:
+    marks = "".join(f"/{key}={value}" for key, value in shape.items())
+    return SpeedCase(f"decode/rows={rows}/context={context}{marks}", ((context - 1, 1),) * rows, **shape)
+
+
+def _uneven(rows: int, longest: int) -> SpeedCase:
+    return SpeedCase(f"decode/rows={rows}/context<={longest}", tuple((longest * (i + 1) // rows - 1, 1) for i in range(rows)))
+
+
+SPEED_CASES: Final = (
+    _decode(64, 1024),
+    _decode(64, 4096),
+    _decode(64, 4096, block_size=16),
+    _decode(64, 4096, block_size=64),
+    _decode(64, 4096, q_heads=64),
+    _decode(64, 4096, q_heads=8),
+    _decode(64, 4096, q_heads=24, head_dim=64),
+    _decode(256, 1024),
+    _decode(128, 8192),
+    _uneven(64, 16384),
+    _decode(8, 32768),
+    _decode(1, 4096),
+    _decode(1, 131072),
+    SpeedCase("prefill/rows=1/query=8192", ((0, 8192),)),
+    SpeedCase("prefill/rows=4/query=2048", ((0, 2048),) * 4),
+    SpeedCase("prefill/rows=1/query=2048/context=32768", ((32768 - 2048, 2048),)),
+    SpeedCase("prefill/rows=1/query=8192/head_dim=64", ((0, 8192),), head_dim=64),
+    SpeedCase("mixed/rows=64/context=4096/query=1024", ((4095, 1),) * 63 + ((1024, 1024),)),
+)
+QUICK: Final = ("decode/rows=64/context=4096", "prefill/rows=1/query=8192")
+"""What `--quick` times."""
