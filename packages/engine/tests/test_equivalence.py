@@ -64,6 +64,18 @@ def test_a_prefix_hit_gives_the_same_tokens(llm, alone):
     assert cold.token_ids == warm.token_ids == first
 
 
+def test_a_prefix_that_ends_inside_a_block_is_copied_and_gives_the_same_tokens(llm, alone, is_idle):
+    """Blocks of 16: the second prompt leaves the first's third block after five tokens, the third prompt after one."""
+    first = [(7 * i) % 89 for i in range(80)]
+    llm.generate(first, GREEDY)
+    for common in (37, 33):
+        prompt = [*first[:common], *((11 * i + 5) % 89 for i in range(30))]
+        completion = llm.generate(prompt, GREEDY)[0]
+        assert completion.num_cached_tokens == common
+        assert completion.token_ids == alone(prompt)
+    is_idle(llm.core)
+
+
 @pytest.mark.parametrize("overlap", ["off", "in flight"])
 def test_however_planning_is_overlapped_the_tokens_are_the_same(llm, prompts, alone, is_idle, overlap, monkeypatch):
     wanted = [alone(prompt) for prompt in prompts[:8]]
@@ -97,6 +109,6 @@ def test_the_highest_block_of_the_pool_is_used_and_right(tight, prompts, alone, 
     batch = prompts[:6]
     for prompt, completion in zip(batch, tight.generate(batch, GREEDY), strict=True):
         assert completion.token_ids == alone(prompt)
-    tables = np.asarray(tight.core.planner.state[1].generation)
+    tables = np.asarray(tight.core.planner.state[1].radix.generation)
     assert (tables[..., 1:] > 0).all()
     is_idle(tight.core)

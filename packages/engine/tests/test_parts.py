@@ -10,15 +10,38 @@ from hypothesis import strategies as st
 
 from octavo_core.config import add_arguments, from_namespace
 from octavo_core.errors import ConfigError
-from octavo_core.specs import KVGroupSpec
+from octavo_core.specs import CacheSpec, KVGroupSpec
 from octavo_core.wire import EngineRequest, SamplingParams
 from octavo_engine import EngineConfig
 from octavo_engine._src import sizing
+from octavo_engine._src.compose import _prefix_cache
 from octavo_engine._src.device import tree_bytes
 from octavo_engine._src.intake import Queue
 from octavo_engine._src.sequence import Sequence
 from octavo_kernels import attention_backend
 from octavo_kvcache import memory
+
+
+def test_shares_of_the_pool_become_quotas_and_a_policy_is_found_by_its_name():
+    table = []
+    cache = _prefix_cache(EngineConfig(prefix_cache_policy="lfu", prefix_cache_quotas="0.25,0.5"), table)(CacheSpec((101,), 16, 4, 8))
+    assert (cache.quotas, type(cache.policy).__name__) == ((25, 50), "LeastFrequentlyUsed")
+    assert ("eviction", "lfu", "--prefix-cache-policy") in table
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefix_cache_quotas": "a"}, "list of shares"),
+        ({"prefix_cache_quotas": "0.6,0.6"}, "together at most 1"),
+        ({"prefix_cache_quotas": "-0.1"}, "from 0 to 1"),
+        ({"prefix_cache_quotas": "nan"}, "from 0 to 1"),
+        ({"prefix_cache_policy": "mru"}, "one of lru, lfu, fifo"),
+    ],
+)
+def test_wrong_shares_and_policies_are_refused_before_anything_is_loaded(options, message):
+    with pytest.raises(ConfigError, match=message):
+        _prefix_cache(EngineConfig(**options), [])
 
 
 @given(budget=st.integers(1, 9000), seqs=st.integers(1, 600), alone=st.booleans())

@@ -64,6 +64,15 @@ class EngineConfig:
     prefix_cache: str | None = option(
         None, "Another prefix cache, by dotted name; default: octavo_kvcache's", group=BACKENDS, metavar="MODULE:NAME"
     )
+    prefix_cache_policy: str = option(
+        "lru", "Which cached blocks are evicted first: lru, lfu, fifo, priority or cost", group=BACKENDS
+    )
+    prefix_cache_quotas: str | None = option(
+        None,
+        "Share of the KV pool that each tenant keeps cached whatever others do, such as 0.25,0.5; default: there are no tenants",
+        group=BACKENDS,
+        metavar="SHARES",
+    )
     tensor_parallel_size: int = option(1, "Not supported yet beyond 1", group=BACKENDS, aliases=("-tp",))
     compilation_cache_dir: str | None = option(
         None, "Where compiled programs are kept; 'off' keeps none; default: ~/.cache/octavo/jax", group=BACKENDS

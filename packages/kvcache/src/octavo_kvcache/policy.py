@@ -10,6 +10,7 @@ from octavo_kvcache._src.policy import (
     Packed,
     PriorityThenRecency,
     Use,
+    named_policy,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "Packed",
     "PriorityThenRecency",
     "Use",
+    "named_policy",
 ]

@@ -36,6 +36,7 @@ from octavo_engine._src.validate import MAX_BIAS, MAX_STOP
 from octavo_engine.config import EngineConfig
 from octavo_kernels import RowSampler, attention_backend
 from octavo_kvcache import RadixCache, memory
+from octavo_kvcache.policy import named_policy
 from octavo_models import load_model
 from octavo_models.checkpoints import Checkpoint, progress, resolve
 from octavo_scheduler import ChunkedScheduler, SchedulerConfig
@@ -93,7 +94,7 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     keep_compiled_programs(config.compilation_cache_dir)
     run_cpu_programs_in_place()
     host.keep_freed_memory()
-    make_cache = _prefix_cache(config.prefix_cache, table)
+    make_cache = _prefix_cache(config, table)
     checkpoint = resolve(config.model, revision=config.revision, download_dir=config.download_dir, offline=config.offline)
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
@@ -225,13 +226,33 @@ def _overlap(config: EngineConfig, on_cpu: bool, table: Table) -> Overlap:
     return overlap
 
 
-def _prefix_cache(name: str | None, table: Table) -> Callable[[CacheSpec], PrefixCache[Any]]:
+def _prefix_cache(config: EngineConfig, table: Table) -> Callable[[CacheSpec], PrefixCache[Any]]:
     """Octavo's own, or the one that was asked for."""
+    name, shares = config.prefix_cache, _shares(config.prefix_cache_quotas)
     if name is None:
-        return RadixCache
+        policy = named_policy(config.prefix_cache_policy)
+        table.append(("eviction", config.prefix_cache_policy, "--prefix-cache-policy"))
+        return lambda spec: RadixCache(spec, policy=policy, quotas=tuple(int(share * spec.usable_blocks) for share in shares))
     make = find_prefix_cache(name)
     table.append(("prefix cache", name, "--prefix-cache"))
     return lambda spec: build_prefix_cache(name, make, spec)
+
+
+def _shares(text: str | None) -> tuple[float, ...]:
+    """What `--prefix-cache-quotas` says.
+
+    Raises:
+        ConfigError: It is no list of shares of one pool.
+    """
+    try:
+        shares = tuple(float(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        shares = (-1.0,)
+    if not all(0 <= share <= 1 for share in shares) or sum(shares) > 1:
+        raise ConfigError(
+            f"--prefix-cache-quotas is a list of shares from 0 to 1, together at most 1, such as 0.25,0.5; got {text}"
+        )
+    return shares
 
 
 def _check_room(spec: CacheSpec, pool: int, card: ModelCard) -> None:

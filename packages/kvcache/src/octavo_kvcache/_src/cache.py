@@ -17,7 +17,7 @@ from octavo_core.specs import CacheSpec
 from octavo_kvcache._src.admit import admit
 from octavo_kvcache._src.commit import commit
 from octavo_kvcache._src.grow import grow
-from octavo_kvcache._src.policy import EvictionPolicy, policies
+from octavo_kvcache._src.policy import EvictionPolicy, named_policy
 from octavo_kvcache._src.release import release
 from octavo_kvcache._src.state import CacheState, empty, layout_of
 
@@ -55,7 +55,7 @@ class RadixCache:
     ) -> None:
         self.spec = spec
         self.quotas = _checked_quotas(spec, quotas)
-        self.policy = _named_policy(policy)
+        self.policy = named_policy(policy) if isinstance(policy, str) else policy
         self.partial = partial and "state" not in spec.kinds
         most = spec.max_sequences * spec.max_blocks
         self.max_commits = min(-(-_TOKENS_PER_STEP // spec.block_size), most) if max_commits is None else max_commits
@@ -154,12 +154,3 @@ def _checked_quotas(spec: CacheSpec, quotas: tuple[int, ...]) -> tuple[int, ...]
     if min(quotas, default=0) < 0 or sum(quotas) > spec.usable_blocks:
         raise ConfigError(f"quotas are at least 0 and together at most the {spec.usable_blocks} blocks there are, got {quotas}")
     return quotas or (0,)
-
-
-def _named_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
-    if not isinstance(policy, str):
-        return policy
-    if policy not in policies():
-        raise ConfigError(f"an eviction policy is one of {', '.join(policies())}, or an object; got {policy!r}")
-    named: EvictionPolicy = policies()[policy]
-    return named

@@ -12,11 +12,13 @@ Time is the cache's clock: leases ended so far.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
+
+from octavo_core.errors import ConfigError
 
 LATEST: Final = 1 << 26
 """The clock is set back before it gets here, so that a time fits in 26 bits beside other parts of a stamp."""
@@ -189,12 +191,19 @@ class CostAware(LeastRecentlyUsed):
         return jnp.maximum(stamp, jnp.maximum(use.floor, use.clock) + worth)
 
 
-def policies() -> dict[str, Any]:
-    """The policies by the name an option gives them."""
-    return {
+def named_policy(name: str) -> EvictionPolicy:
+    """The policy that an option names.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    known: dict[str, EvictionPolicy] = {
         "lru": LeastRecentlyUsed(),
         "lfu": LeastFrequentlyUsed(),
         "fifo": FirstInFirstOut(),
         "priority": PriorityThenRecency(),
         "cost": CostAware(),
     }
+    if name not in known:
+        raise ConfigError(f"an eviction policy is one of {', '.join(known)}, or an object of your own; got {name!r}")
+    return known[name]
