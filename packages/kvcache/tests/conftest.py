@@ -138,12 +138,25 @@ class Driver:
         answer = jax.device_get(answer)
         return answer[0] if len(answer) == 1 else answer
 
+    def find(self, tokens: Sequence[int], space: int = 0) -> octavo_kvcache.Match:
+        """The match of a prompt, in NumPy."""
+        space_key = np.array([space, 0], np.uint32)
+        return jax.device_get(LOOK["match"](self.state.radix, self.pad(tokens), np.int32(len(tokens)), space_key))
+
     def handles(self, ids: Sequence[int]) -> list[int]:
-        return np.asarray(octavo_kvcache.handle(self.state.radix, jnp.array(ids, jnp.int32))).tolist()
+        return np.asarray(LOOK["handle"](self.state.radix, in_eights(ids)))[: len(ids)].tolist()
 
     def current(self, ids: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        ids, generations = jnp.array(ids, jnp.int32), jnp.array(generations, jnp.int32)
-        return np.asarray(octavo_kvcache.is_current(self.state.radix, ids, generations)).tolist()
+        answer = LOOK["is_current"](self.state.radix, in_eights(ids), in_eights(generations))
+        return np.asarray(answer)[: len(ids)].tolist()
+
+
+LOOK = {name: jax.jit(getattr(octavo_kvcache, name), compiler_options=QUICK) for name in ("match", "handle", "is_current")}
+
+
+def in_eights(ids: Sequence[int]) -> np.ndarray:
+    """Padded, so that few lengths are compiled."""
+    return np.array([*ids, *[0] * (-len(ids) % 8)], np.int32)
 
 
 def by_hand(spec: CacheSpec, policy: Any, *, size: int = 4) -> dict[str, Callable[..., Any]]:

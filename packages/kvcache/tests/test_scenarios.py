@@ -11,7 +11,7 @@ from octavo_core.errors import ConfigError
 from octavo_core.plan import OK, OUT_OF_BLOCKS
 from octavo_core.seams import PrefixCache
 from octavo_core.specs import CacheSpec
-from octavo_kvcache import CacheState, RadixCache, audit, match
+from octavo_kvcache import CacheState, RadixCache, audit
 from octavo_kvcache._src import keys
 from octavo_kvcache._src.evict import NEVER, smallest
 from octavo_kvcache._src.policy import LATEST
@@ -28,9 +28,8 @@ def equal(a, b) -> bool:
 
 
 def look(cache, tokens: list[int], space: int = 0) -> list[int]:
-    row, namespace = jnp.asarray(cache.pad(tokens)), jnp.array([space, 0], jnp.uint32)
-    found = match(cache.state.radix, row, jnp.int32(len(tokens)), namespace)
-    ids = np.asarray(found.block_ids)
+    found = cache.find(tokens, space)
+    ids = found.block_ids
     assert (ids[int(found.num_blocks) :] == 0).all()
     return ids[: int(found.num_blocks)].tolist()
 
