@@ -7,7 +7,6 @@ import pytest
 
 from octavo_core.testing import attention
 from octavo_kernels import BACKENDS, ReferenceAttention, attention_backend
-from octavo_kernels._src.hopper_attention import HopperAttention
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +34,8 @@ def test_writes_outside_the_pool_store_nothing(name: str) -> None:
 
 def test_layouts_of_different_backends_have_different_names() -> None:
     names = [attention_backend(name).backend.layout_id for name in PORTABLE]
-    names.append(HopperAttention.layout_id)
+    hopper = pytest.importorskip("octavo_kernels._src.hopper_attention", reason="Pallas Mosaic GPU cannot be imported")
+    names.append(hopper.HopperAttention.layout_id)
     assert len(set(names)) == len(names) == len(BACKENDS)
 
 

@@ -63,14 +63,24 @@ class _Device(NamedTuple):
     ],
 )
 def test_on_a_hopper_gpu_what_the_kernels_cannot_serve_falls_back_with_the_reason(monkeypatch, spec, reason) -> None:
+    pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
     monkeypatch.setattr(jax, "devices", lambda *_: [_Device("gpu", "NVIDIA H200", "9.0")])
     with pytest.raises(ConfigError, match=f"hopper: .*{reason}"):
         attention_backend("hopper", (spec,))
 
 
 def test_on_a_hopper_gpu_hopper_serves(monkeypatch) -> None:
+    pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
     monkeypatch.setattr(jax, "devices", lambda *_: [_Device("gpu", "NVIDIA H200", "9.0")])
     assert attention_backend("auto", (dataclasses.replace(FULL, dtype="bfloat16", head_dim=64),)).name == "hopper"
+
+
+def test_a_jax_without_mosaic_gpu_is_passed_over_with_the_reason(monkeypatch) -> None:
+    monkeypatch.setattr(jax, "devices", lambda *_: [_Device("gpu", "NVIDIA H200", "9.0")])
+    monkeypatch.setitem(sys.modules, "octavo_kernels._src.hopper_attention", None)
+    choice = attention_backend("auto", (FULL,))
+    assert (choice.name, choice.passed_over[0].name) == ("xla", "hopper")
+    assert "cannot import its Pallas Mosaic GPU" in choice.passed_over[0].reason
 
 
 def test_another_gpu_is_named() -> None:

@@ -16,11 +16,13 @@ def hopper_attention() -> HopperAttention:
     """The backend.
 
     Raises:
-        NotImplementedError: Where JAX sees no Hopper GPU.
+        NotImplementedError: Where JAX sees no Hopper GPU, or lacks what its kernels need.
     """
     require_hopper()
-    from octavo_kernels._src.hopper_attention import HopperAttention
-
+    try:
+        from octavo_kernels._src.hopper_attention import HopperAttention
+    except ImportError as error:
+        raise NotImplementedError(f"JAX {jax.__version__} cannot import its Pallas Mosaic GPU: {error}") from error
     return HopperAttention()
 
 

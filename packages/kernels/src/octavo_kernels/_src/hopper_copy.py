@@ -13,9 +13,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-MAX_IDS = 8
-"""Block ids the copying warpgroup has registers for; a tile of no more blocks has its ids read a step ahead."""
-
 
 class Steps(NamedTuple):
     """Consecutive tiles of KV of one row and KV head.
@@ -60,38 +57,10 @@ def copy_steps(config: Staged, steps: Steps, k: Any, v: Any, table: Any, at: dic
     """Issue the copies of these tiles, each as soon as its buffer is free. Blocks beyond the context repeat its last block."""
     stages = jnp.int32(config.stages)
     last = lax.div(jnp.maximum(steps.context - 1, 0), jnp.int32(config.block_size))
-    is_ahead = config.tile_blocks <= MAX_IDS
-    parts = 1 if is_ahead else config.tile_blocks // MAX_IDS
 
-    def ids(i: jax.Array, part: Any = 0) -> tuple[jax.Array, ...]:
-        begin = (steps.first + i) * config.tile_blocks + part * MAX_IDS
-        return tuple(table[steps.row, jnp.minimum(begin + p, last)] for p in range(config.tile_blocks // parts))
-
-    def copy_part(i: jax.Array, name: str, pool: Any, blocks: tuple[jax.Array, ...], part: Any = 0) -> None:
-        stage = lax.rem(steps.before + i, stages)
-        for p, block in enumerate(blocks):
-            begin = part * (MAX_IDS * config.block_size) + p * config.block_size
-            begin = begin if is_ahead else pl.multiple_of(begin, config.block_size)
-            rows = pl.ds(begin, config.block_size)
-            plgpu.copy_gmem_to_smem(pool.at[block, steps.head], at[name].at[stage, rows], at[name + "_full"].at[stage])
-
-    def copy_parts(i: jax.Array, name: str, pool: Any) -> None:
-        @pl.loop(0, parts)
-        def _(part: jax.Array) -> None:
-            copy_part(i, name, pool, ids(i, part), part)
-
-    def step(i: jax.Array, blocks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        following = ids(i + 1) if is_ahead else ()  # under way while this step waits
-        for name, pool in (("k", k), ("v", v)):
-            if not config.free_too_early:
-                wait_free(i, name)
-            if is_ahead:
-                copy_part(i, name, pool, blocks)
-            else:
-                copy_parts(i, name, pool)
-            if config.free_too_early:
-                wait_free(i, name)
-        return following
+    def ids(i: jax.Array) -> tuple[jax.Array, ...]:
+        begin = (steps.first + i) * config.tile_blocks
+        return tuple(table[steps.row, jnp.minimum(begin + p, last)] for p in range(config.tile_blocks))
 
     def wait_free(i: jax.Array, name: str) -> None:
         number = steps.before + i
@@ -100,7 +69,23 @@ def copy_steps(config: Staged, steps: Steps, k: Any, v: Any, table: Any, at: dic
         def _() -> None:
             plgpu.barrier_wait(at[name + "_free"].at[lax.rem(number, stages)])
 
-    lax.fori_loop(0, steps.num_tiles, step, ids(jnp.int32(0)) if is_ahead else ())
+    def copy(i: jax.Array, name: str, pool: Any, blocks: tuple[jax.Array, ...]) -> None:
+        stage = lax.rem(steps.before + i, stages)  # anew for K and V: kept, it costs the registers of a block id
+        for p, block in enumerate(blocks):
+            rows = pl.ds(p * config.block_size, config.block_size)
+            plgpu.copy_gmem_to_smem(pool.at[block, steps.head], at[name].at[stage, rows], at[name + "_full"].at[stage])
+
+    def step(i: jax.Array, blocks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        following = ids(i + 1)  # under way while this step waits
+        for name, pool in (("k", k), ("v", v)):
+            if not config.free_too_early:
+                wait_free(i, name)
+            copy(i, name, pool, blocks)
+            if config.free_too_early:
+                wait_free(i, name)
+        return following
+
+    lax.fori_loop(0, steps.num_tiles, step, ids(jnp.int32(0)))
 
 
 def observe(barrier: Any, phases: jax.Array, count: int) -> None:

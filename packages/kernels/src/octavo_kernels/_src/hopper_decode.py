@@ -254,9 +254,9 @@ def _compute_share(config: DecodeConfig, context_len: Any, start: Any, out: Any,
         plgpu.barrier_wait(at["q_full"].at[buffer])
         skip = lax.rem(s.steps.before + wg, jnp.int32(2))
         state = (
-            mosaic.filled((WARPGROUP_ROWS, config.head_dim), 0, WGMMA),
+            mosaic.filled((WARPGROUP_ROWS, config.head_dim), 0.0, WGMMA),
             mosaic.filled((WARPGROUP_ROWS,), FLOOR, WGMMA.reduce(1)),
-            mosaic.filled((WARPGROUP_ROWS,), 0, WGMMA.reduce(1)),
+            mosaic.filled((WARPGROUP_ROWS,), 0.0, WGMMA.reduce(1)),
         )
         turns = lax.div(s.steps.num_tiles - skip + 1, jnp.int32(2))
         acc, top, total = lax.fori_loop(0, turns, lambda j, x: _step(config, s.steps, skip + 2 * j, buffer, at, x), state)

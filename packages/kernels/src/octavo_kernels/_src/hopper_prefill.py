@@ -246,9 +246,9 @@ def _compute_items(config: PrefillConfig, about: Any, count: Any, out: Any, at: 
         buffer = lax.rem(s.number, jnp.int32(QUERY_BUFFERS))
         plgpu.barrier_wait(at["q_full"].at[buffer])
         state = (
-            mosaic.filled((WARPGROUP_ROWS, config.head_dim), 0, WGMMA),
+            mosaic.filled((WARPGROUP_ROWS, config.head_dim), 0.0, WGMMA),
             mosaic.filled((WARPGROUP_ROWS,), FLOOR, WGMMA.reduce(1)),
-            mosaic.filled((WARPGROUP_ROWS,), 0, WGMMA.reduce(1)),
+            mosaic.filled((WARPGROUP_ROWS,), 0.0, WGMMA.reduce(1)),
         )
         queries = at["q"].at[buffer, rows]
         open_steps = jnp.int32(0)

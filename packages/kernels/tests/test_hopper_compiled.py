@@ -1,0 +1,54 @@
+"""The Hopper kernels as they ship, compiled for an H200 on a CPU: what the assembler says, for every configuration.
+
+Needs NVIDIA's packages (`octavo_kernels.aot.PACKAGES`); without them these tests are skipped and counted.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import pytest
+
+from octavo_kernels import aot
+
+
+def _missing() -> list[str]:
+    found = {str(package.metadata["Name"]).lower() for package in importlib.metadata.distributions()}
+    return [name for name in aot.PACKAGES if name not in found]
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(_missing()), reason=f"compiling for a GPU without one needs {', '.join(_missing())}"),
+]
+
+
+@pytest.fixture(scope="module", params=aot.SHIPPED, ids=lambda shape: f"head_dim={shape[0]}-block_size={shape[1]}")
+def kernels(request, tmp_path_factory):
+    """What was compiled for one head and block size, by kernel."""
+    path = tmp_path_factory.mktemp("aot") / "kernels.json"
+    head_dim, block_size = map(str, request.param)
+    command = [sys.executable, "-m", "octavo_kernels.aot", "--head-dim", head_dim, "--block-size", block_size, "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert path.exists(), done.stderr[-3000:]
+    return {kernel["name"]: kernel for kernel in json.loads(path.read_text())}
+
+
+def test_the_kernels_use_the_units_they_are_written_for_and_spill_nothing(kernels) -> None:
+    for name in ("octavo_decode", "octavo_prefill"):
+        kernel = kernels[name]
+        assert kernel["spilled_bytes"] == 0, kernel
+        assert kernel["registers"] <= 168, kernel  # three warpgroups share 65,536
+        assert {"UTMALDG", "HGMMA", "USETMAXREG", "UTMASTG"} <= set(kernel["opcodes"]), kernel
+        assert not {"LDL", "STL", "HMMA"} & set(kernel["opcodes"]), kernel
+    assert kernels["octavo_merge"]["spilled_bytes"] == 0
+
+
+def test_shared_memory_is_what_the_configuration_says(kernels) -> None:
+    for name in ("octavo_decode", "octavo_prefill"):
+        planned, real = kernels[name]["planned_smem_bytes"], kernels[name]["smem_bytes"]
+        assert real <= planned <= real + 1024, kernels[name]
+        assert planned <= 227 * 1024
