@@ -1,5 +1,6 @@
-"""Eviction policies: the protocol, and the ones there are."""
+"""Eviction policies: the protocol, the ones there are, and a check for others."""
 
+from octavo_kvcache._src.check_policy import check_policy
 from octavo_kvcache._src.policy import (
     LATEST,
     CostAware,
@@ -23,5 +24,6 @@ __all__ = [
     "Packed",
     "PriorityThenRecency",
     "Use",
+    "check_policy",
     "named_policy",
 ]

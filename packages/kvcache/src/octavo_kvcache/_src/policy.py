@@ -79,8 +79,8 @@ class LeastRecentlyUsed:
         return _age(stamp, clock, bits)
 
     def rewind(self, stamp: Int32[Array, " blocks"], by: int) -> Int32[Array, " blocks"]:
-        """Earlier."""
-        return jnp.maximum(stamp - by, 0)
+        """Earlier; never 0, which is a new block's."""
+        return jnp.minimum(stamp, jnp.maximum(stamp - by, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,8 @@ class Packed:
 
     def rewind(self, stamp: Int32[Array, " blocks"], by: int) -> Int32[Array, " blocks"]:
         """The same value, an earlier time."""
-        return ((stamp >> 26) << 26) | jnp.maximum((stamp & _TIME) - by, 0)
+        time = stamp & _TIME
+        return ((stamp >> 26) << 26) | jnp.minimum(time, jnp.maximum(time - by, 1))
 
 
 @dataclasses.dataclass(frozen=True)
