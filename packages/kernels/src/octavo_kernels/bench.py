@@ -25,20 +25,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="two cases, few repetitions")
     parser.add_argument("--only", default="", metavar="REGEX", help="names to run: check/…, decode/…, prefill/…, mixed/…")
     parser.add_argument("--sweep", action="store_true", help="time each configuration that can launch, instead of the chosen one")
+    parser.add_argument("--profile", action="store_true", help="report each kernel's time on the GPU instead of the step's")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a flat list of {name, value, unit, n}")
     args = parser.parse_args(argv)
     report = Report(args.json)
     run = _on_device if args.device else bench_portable.run
-    run(report, only=re.compile(args.only), quick=args.quick, sweep=args.sweep)
+    run(report, only=re.compile(args.only), quick=args.quick, mode="sweep" if args.sweep else "profile" if args.profile else "time")
     if report.failures:
         print(json.dumps(report.failures, indent=1, ensure_ascii=False), file=sys.stderr)
     return len(report.failures)
 
 
-def _on_device(report: Report, *, only: re.Pattern[str], quick: bool, sweep: bool) -> None:
+def _on_device(report: Report, *, only: re.Pattern[str], quick: bool, mode: str) -> None:
     from octavo_kernels._src import bench_device  # Pallas, which other machines need not import
 
-    bench_device.run(report, only=only, quick=quick, sweep=sweep)
+    bench_device.run(report, only=only, quick=quick, mode=mode)
 
 
 if __name__ == "__main__":

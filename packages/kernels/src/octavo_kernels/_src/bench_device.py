@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from octavo_core.testing.attention import check_dropped_writes, check_moved_blocks, check_parity
+from octavo_kernels._src.bench_profile import kernel_times_us
 from octavo_kernels._src.bench_report import Report
 from octavo_kernels._src.bench_steps import Step, check_sample, make_step, median_s
 from octavo_kernels._src.hopper_attention import HopperAttention, HopperChoices, configs
@@ -27,20 +28,22 @@ COMPILING = 8
 """Programs compiled at once."""
 
 
-def run(report: Report, *, only: re.Pattern[str], quick: bool, sweep: bool) -> None:
-    """Check, then time."""
+def run(report: Report, *, only: re.Pattern[str], quick: bool, mode: str) -> None:
+    """Check, then time; in mode `sweep` every configuration, in mode `profile` every kernel."""
     backend = HopperAttention()
-    if not sweep:
+    if mode == "time":
         _check(report, backend, only)
     cases = [case for case in SPEED_CASES if only.search(case.name) and (not quick or case.name in QUICK)]
-    if not cases:
+    if mode == "profile":
+        _profile(report, cases)
+    if mode == "profile" or not cases:
         return
     rounds = 3 if quick else 5
     copy = _copy_rate(rounds)
     report.add("copy bandwidth, read and written", copy / 1e9, "GB/s", rounds)
     for case in cases:
-        _time_case(report, case, _sweep(case) if sweep else {"": HopperChoices()}, copy, rounds)
-        if not sweep:
+        _time_case(report, case, _sweep(case) if mode == "sweep" else {"": HopperChoices()}, copy, rounds)
+        if mode == "time":
             _time_others(report, case, copy, rounds)
 
 
@@ -59,6 +62,14 @@ def _check(report: Report, backend: HopperAttention, only: re.Pattern[str]) -> N
                 report.add(name, "ok", "text", 1)
             except Exception as error:
                 report.fail(name, error)
+
+
+def _profile(report: Report, cases: Sequence[SpeedCase]) -> None:
+    for case in cases:
+        step = make_step(case)
+        _, layers = _programs(step, HopperChoices())
+        for kernel, (runs, mean_us) in kernel_times_us(layers, step.q, step.kv, step.batch).items():
+            report.add(f"{case.name}/{kernel}", mean_us, "us", runs)
 
 
 def _copy_rate(rounds: int) -> float:

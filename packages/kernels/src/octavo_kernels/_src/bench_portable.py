@@ -20,10 +20,10 @@ CASES = (
 )
 
 
-def run(report: Report, *, only: re.Pattern[str], quick: bool, sweep: bool) -> None:
+def run(report: Report, *, only: re.Pattern[str], quick: bool, mode: str) -> None:
     """Time one layer of each case, in float32 KV."""
-    if sweep:
-        raise SystemExit("--sweep is about the Hopper kernels: add --device")
+    if mode != "time":
+        raise SystemExit(f"--{mode} is about the Hopper kernels: add --device")
     for case in CASES[: 1 if quick else None]:
         for name in ("xla", "reference"):
             if only.search(f"{case.name}/{name}"):

@@ -308,13 +308,12 @@ def _step(
     else:
         scores = jnp.tanh(scores * (config.scale / config.soft_cap)) * (config.soft_cap * LOG2E)
     if masked:
-        row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=WGMMA.reduce(1)) + wg * WARPGROUP_ROWS
-        query = jnp.minimum(s.position + lax.div(row, jnp.int32(config.group)), s.steps.context - 1)
+        query = s.position + lax.div(mosaic.index(shape, 0) + wg * WARPGROUP_ROWS, jnp.int32(config.group))
         token = mosaic.index(shape, 1) + ahead
-        visible = token <= mosaic.down(query, shape)
+        visible = token <= query
         if config.window is not None:
-            visible = visible & (token > mosaic.down(query - config.window, shape))
-        scores = jnp.where(visible, scores, MASKED)
+            visible = visible & (token > query - config.window)
+        scores = jnp.where(visible & (token < s.steps.context), scores, MASKED)
     new_top = jnp.maximum(top, scores.max(axis=1))
     fade = jnp.exp2(top - new_top)
     weights = jnp.exp2(scores - mosaic.down(new_top, shape))
