@@ -24,7 +24,9 @@ from octavo_kvcache import memory
 
 def test_shares_of_the_pool_become_quotas_and_a_policy_is_found_by_its_name():
     table = []
-    cache = _prefix_cache(EngineConfig(prefix_cache_policy="lfu", prefix_cache_quotas="0.25,0.5"), table)(CacheSpec((101,), 16, 4, 8))
+    cache = _prefix_cache(EngineConfig(prefix_cache_policy="lfu", prefix_cache_quotas="0.25,0.5"), table)(
+        CacheSpec((101,), 16, 4, 8)
+    )
     assert (cache.quotas, type(cache.policy).__name__) == ((25, 50), "LeastFrequentlyUsed")
     assert ("eviction", "lfu", "--prefix-cache-policy") in table
 
@@ -36,7 +38,7 @@ def test_shares_of_the_pool_become_quotas_and_a_policy_is_found_by_its_name():
         ({"prefix_cache_quotas": "0.6,0.6"}, "together at most 1"),
         ({"prefix_cache_quotas": "-0.1"}, "from 0 to 1"),
         ({"prefix_cache_quotas": "nan"}, "from 0 to 1"),
-        ({"prefix_cache_policy": "mru"}, "one of lru, lfu, fifo"),
+        ({"prefix_cache_policy": "mru"}, "one of two-lifetimes, lru, lfu, fifo"),
     ],
 )
 def test_wrong_shares_and_policies_are_refused_before_anything_is_loaded(options, message):

@@ -45,6 +45,7 @@ class Driver:
 
     def __init__(self, spec: CacheSpec, **options: Any) -> None:
         options.setdefault("partial", False)
+        options.setdefault("policy", "lru")
         self.spec, self.object = spec, RadixCache(spec, **options)
         names = ("admit", "grow", "commit", "release")
         self.jitted = {n: jax.jit(getattr(self.object, n), donate_argnums=0, compiler_options=QUICK) for n in names}

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from octavo_core.plan import OK, OUT_OF_BLOCKS
 from octavo_core.specs import CacheSpec
 from octavo_kvcache import STALE
+from octavo_kvcache._src.evict import time_of
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +85,7 @@ def machine_for(driver, model_module, quotas):
 
         def order(self, radix):
             """Place of each prefix in the policy's order."""
-            rank = driver.object.policy.rank(jnp.asarray(radix.stamp), jnp.asarray(radix.read().clock), 28)
+            rank = driver.object.policy.rank(jnp.asarray(radix.stamp), time_of(radix), 28)
             blocks = model_module.blocks_of(radix)
             return {p: (int(rank[b]), -int(radix.depth[b])) for p, b in blocks.items()}
 
@@ -297,7 +298,7 @@ def padded(values) -> np.ndarray:
     return np.array([*values, *[0] * (SPEC.max_blocks - len(values))], np.int32)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "priority", "cost"])
+@pytest.mark.parametrize("policy", ["two-lifetimes", "lru", "lfu", "fifo", "priority", "cost"])
 def test_a_random_history_agrees_with_the_model_under_each_policy(fresh_driver, model, search, policy):
     driver = fresh_driver(SPEC, max_commits=MAX_COMMITS, max_events=64, policy=policy, partial=True)
     search(machine_for(driver, model, ()), examples=60, steps=15)

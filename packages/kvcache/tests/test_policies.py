@@ -18,13 +18,14 @@ from octavo_kvcache.policy import (
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
     PriorityThenRecency,
+    TwoLifetimes,
     Use,
     check_policy,
     named_policy,
 )
 
 A, B, C = [1, 1, 1, 2], [3, 3, 3, 4], [5, 5, 5, 6]
-NAMES = ("lru", "lfu", "fifo", "priority", "cost")
+NAMES = ("two-lifetimes", "lru", "lfu", "fifo", "priority", "cost")
 BUILT_IN = [*map(named_policy, NAMES), LeastFrequentlyUsed(lifetime=3), PriorityThenRecency(priorities=(0, 3, 15), lifetime=50)]
 
 
@@ -47,8 +48,8 @@ class DeepestLast(LeastRecentlyUsed):
 class MostRecentlyUsed(LeastRecentlyUsed):
     """Wrong: what was used last goes first, and so do parents that are used with other children."""
 
-    def rank(self, stamp, clock, bits):
-        return (1 << bits) - 1 - super().rank(stamp, clock, bits)
+    def rank(self, stamp, now, bits):
+        return (1 << bits) - 1 - super().rank(stamp, now, bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Forgetful(LeastRecentlyUsed):
 class Overflowing(LeastRecentlyUsed):
     """Wrong: ranks leave their bits."""
 
-    def rank(self, stamp, clock, bits):
+    def rank(self, stamp, now, bits):
         return stamp
 
 
@@ -175,7 +176,8 @@ def test_priority_keeps_what_matters_until_its_lifetime_is_over(drive):
 def test_a_path_keeps_the_highest_priority_it_was_used_with():
     policy = PriorityThenRecency(priorities=(0, 9, 2))
     use = [
-        Use(jnp.int32(t), jnp.int32(0), jnp.int32(tenant), jnp.bool_(False), jnp.int32(1)) for t, tenant in enumerate((1, 2, 77))
+        Use(jnp.int32(t), jnp.int32(0), jnp.int32(tenant), jnp.bool_(False), jnp.int32(1), jnp.int32(0))
+        for t, tenant in enumerate((1, 2, 77))
     ]
     stamp = jnp.zeros(1, jnp.int32)
     for one in use:
@@ -189,6 +191,23 @@ def test_cost_aware_eviction_keeps_what_was_used_again_over_what_came_at_the_sam
         served(cache, tokens)
     assert left(cache, A, B, short=2) == [2, 0]
     assert isinstance(cache.object.policy, CostAware)
+
+
+def test_a_path_that_was_there_before_stays_a_lifetime_longer(drive):
+    """B is used last of all and goes first: A, used before it, had been used before that too."""
+    cache = drive((12,), policy=TwoLifetimes(short_answer=-1))
+    for tokens in (A, C, A, B):
+        served(cache, tokens)
+    assert left(cache, A, B, C, short=3) == [2, 1, 0]
+    assert left(cache, A, B, short=1) == [2, 0]
+
+
+def test_a_path_of_a_short_answer_stays_a_lifetime_longer():
+    use = Use(jnp.int32(10), jnp.int32(4), jnp.int32(0), jnp.bool_(True), jnp.int32(3), jnp.int32(64))
+    policy = TwoLifetimes()
+    assert policy.touch(jnp.array([0]), use).tolist() == [16]
+    assert policy.touch(jnp.array([0]), use._replace(answer_len=jnp.int32(65))).tolist() == [10]
+    assert policy.touch(jnp.array([3, 20, 0]), use._replace(answer_len=jnp.int32(65))).tolist() == [16, 20, 10]
 
 
 @pytest.mark.parametrize("name", NAMES)

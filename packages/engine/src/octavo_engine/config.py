@@ -65,7 +65,9 @@ class EngineConfig:
         None, "Another prefix cache, by dotted name; default: octavo_kvcache's", group=BACKENDS, metavar="MODULE:NAME"
     )
     prefix_cache_policy: str = option(
-        "lru", "Which cached blocks are evicted first: lru, lfu, fifo, priority or cost", group=BACKENDS
+        "two-lifetimes",
+        "Which cached blocks are evicted first: two-lifetimes, lru, lfu, fifo, priority or cost",
+        group=BACKENDS,
     )
     prefix_cache_quotas: str | None = option(
         None,

@@ -147,9 +147,9 @@ def _insert(radix: kv.RadixState, prefix: kv.Match, tokens: Any, ids: Any, gens:
 class Newest(LeastRecentlyUsed):
     """Most recently used first: what the bench takes its inserts back with."""
 
-    def rank(self, stamp: Any, clock: Any, bits: int) -> Any:
+    def rank(self, stamp: Any, now: Any, bits: int) -> Any:
         """By time, backwards."""
-        return (1 << bits) - 1 - super().rank(stamp, clock, bits)
+        return (1 << bits) - 1 - super().rank(stamp, now, bits)
 
 
 def bench_insert(report: Report, filled: Filled, budget_s: float) -> None:

@@ -61,7 +61,9 @@ def admit(
     nothing = jnp.zeros(arrivals, jnp.int32)
     start = (cache, jnp.zeros(spec.groups, jnp.int32), nothing, nothing)
     cache, _, cached_len, status = lax.fori_loop(0, arrivals, maybe, start)
-    return cache, Admitted(cached_len, status)
+    row = jnp.where(named & (status == OK), sequence, spec.max_sequences)
+    prompt_len = cache.sequences.prompt_len.at[row].set(lengths, mode="drop")
+    return CacheState(cache.radix, cache.sequences._replace(prompt_len=prompt_len)), Admitted(cached_len, status)
 
 
 def _tail(

@@ -33,7 +33,7 @@ class RadixCache:
 
     Args:
         spec: Sizes and kinds of the groups.
-        policy: Order of eviction: `lru`, `lfu`, `fifo`, `priority`, `cost`, or an `EvictionPolicy`.
+        policy: Order of eviction: `two-lifetimes`, `lru`, `lfu`, `fifo`, `priority`, `cost`, or an `EvictionPolicy`.
         quotas: Blocks of each tenant that others may not evict; empty: there are no tenants. Tenants share no prefixes.
         partial: Reuse cached blocks of which only the first tokens are wanted, by copying them.
         max_commits: Blocks that one `commit` files at most; enough for 2,048 tokens unless given.
@@ -47,7 +47,7 @@ class RadixCache:
         self,
         spec: CacheSpec,
         *,
-        policy: str | EvictionPolicy = "lru",
+        policy: str | EvictionPolicy = "two-lifetimes",
         quotas: tuple[int, ...] = (),
         partial: bool = True,
         max_commits: int | None = None,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from octavo_kvcache._src.policy import LATEST, EvictionPolicy, Use
+from octavo_kvcache._src.policy import LATEST, EvictionPolicy, Now, Use
 
 _NODES = 24
 _WIDTHS = (12, 20, 28)
@@ -51,22 +51,29 @@ class _History:
     def use(self) -> None:
         """End a lease on the path to a random block; now and then a leaf was evicted, or much time has passed."""
         self.clock += int(self.rng.choice([1, 1, 1, 40, 1 << 13, 1 << 20]))
-        path, block = [], int(self.rng.integers(1, _NODES))
+        path: list[int] = []
+        block = int(self.rng.integers(1, _NODES))
         while block:
             path.insert(0, block)
             block = int(self.parent[block])
         before = self.stamp[path]
-        length = jnp.int32(len(path))
-        use = Use(jnp.int32(self.clock), jnp.int32(self.floor), jnp.int32(self.rng.integers(0, 3)), jnp.any(before == 0), length)
+        length, answer = jnp.int32(len(path)), jnp.int32(self.rng.integers(0, 200))
+        use = Use(
+            jnp.int32(self.clock), jnp.int32(self.floor), jnp.int32(self.rng.integers(0, 3)), jnp.any(before == 0), length, answer
+        )
         self.stamp[path] = self._touch(jnp.asarray(before), use)
         _expect(bool(np.all(self.stamp[path] >= before)), "`touch` lowers a stamp")
         _expect(bool(np.all(self.stamp > -1)), "a stamp is negative")
         self.evict()
 
+    def now(self, clock: int) -> Now:
+        """The clock and the floor as the cache hands them over."""
+        return Now(jnp.int32(clock), jnp.int32(self.floor))
+
     def evict(self) -> None:
         """Evict the leaf that goes first; a new block takes its place."""
         leaves = np.setdiff1d(np.arange(1, _NODES), self.parent)
-        rank = np.asarray(self._rank(jnp.asarray(self.stamp), jnp.int32(self.clock), _WIDTHS[-1]))
+        rank = np.asarray(self._rank(jnp.asarray(self.stamp), self.now(self.clock), _WIDTHS[-1]))
         victim = leaves[np.argmin(rank[leaves])]
         if self.rng.random() < 0.3:
             self.floor, self.stamp[victim] = max(self.floor, int(self.stamp[victim])), 0
@@ -77,7 +84,7 @@ class _History:
         parent = self.parent[child]
         _expect(bool(np.all(self.stamp[parent] >= self.stamp[child])), "the stamp of a block is above that of the block it follows")
         for bits in _WIDTHS:
-            rank = np.asarray(self._rank(jnp.asarray(self.stamp), jnp.int32(clock), bits))
+            rank = np.asarray(self._rank(jnp.asarray(self.stamp), self.now(clock), bits))
             _expect(bool(np.all((rank >= 0) & (rank < 1 << bits))), f"a rank of {bits} bits is outside 0..{(1 << bits) - 1}")
             _expect(bool(np.all(rank[parent] >= rank[child])), "the rank of a block is above that of the block it follows")
 

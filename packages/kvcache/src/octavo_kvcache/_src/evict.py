@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from octavo_kvcache._src import index, pool
-from octavo_kvcache._src.policy import EvictionPolicy
+from octavo_kvcache._src.policy import EvictionPolicy, Now
 from octavo_kvcache._src.scan import count_set, some_set
 from octavo_kvcache._src.state import RadixState
 
@@ -32,10 +32,16 @@ def evictable(radix: RadixState) -> Bool[Array, " nodes"]:
     return (radix.leases == 0) & radix.is_indexed
 
 
+def time_of(radix: RadixState) -> Now:
+    """What policies compare stamps with."""
+    counters = radix.read()
+    return Now(counters.clock, counters.floor)
+
+
 def eviction_key(radix: RadixState, policy: EvictionPolicy, max_depth: int) -> Int32[Array, " nodes"]:
     """Key (rank, −depth) of the blocks that may go, smallest first, in 31 bits; `NEVER` for the others."""
     bits = max_depth.bit_length()
-    rank = policy.rank(radix.stamp, radix.read().clock, 30 - bits)
+    rank = policy.rank(radix.stamp, time_of(radix), 30 - bits)
     return jnp.where(evictable(radix), (rank << bits) | (max_depth - jnp.minimum(radix.depth, max_depth)), NEVER)
 
 
@@ -134,7 +140,7 @@ def evict_side(radix: RadixState, number: int, count: Int32[Array, ""], policy: 
     def some(carry: tuple[RadixState, Array]) -> tuple[RadixState, Array]:
         radix, left = carry
         side = radix.sides[number]
-        rank = policy.rank(radix.stamp[side.owner], radix.read().clock, 30 - _DEPTH_BITS)
+        rank = policy.rank(radix.stamp[side.owner], time_of(radix), 30 - _DEPTH_BITS)
         place = (rank << _DEPTH_BITS) | jnp.minimum(radix.depth[side.owner], (1 << _DEPTH_BITS) - 1)
         idle = (side.owner > 0) & (side.refcount == 0)
         now = jnp.minimum(left, size)

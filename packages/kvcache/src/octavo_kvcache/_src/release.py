@@ -54,7 +54,12 @@ def tick(radix: RadixState, ends: Bool[Array, ""], policy: EvictionPolicy) -> Ra
 
 
 def touch(
-    radix: RadixState, ended: Bool[Array, " ids"], block: Int32[Array, " ids"], tenant: Int32[Array, ""], policy: EvictionPolicy
+    radix: RadixState,
+    ended: Bool[Array, " ids"],
+    block: Int32[Array, " ids"],
+    tenant: Int32[Array, ""],
+    policy: EvictionPolicy,
+    answer_len: Int32[Array, ""] | int = 0,
 ) -> RadixState:
     """Stamp the blocks of a path whose lease ended."""
     counters, stamp = radix.read(), radix.stamp[block]
@@ -64,6 +69,7 @@ def touch(
         tenant=tenant,
         is_new=jnp.any(ended & (stamp == 0)),
         path_len=jnp.sum(ended, dtype=jnp.int32),
+        answer_len=jnp.asarray(answer_len, jnp.int32),
     )
     at = jnp.where(ended, block, radix.stamp.shape[0])
     return radix._replace(stamp=radix.stamp.at[at].set(policy.touch(stamp, use), mode="drop"))
@@ -86,7 +92,9 @@ def end_leases(
 def _release_row(layout: Layout, cache: CacheState, row: Int32[Array, ""], policy: EvictionPolicy) -> CacheState:
     radix, sequences = cache
     block = lax.dynamic_index_in_dim(sequences.block_table[layout.whole[0]], row, keepdims=False)
-    radix = touch(radix, (block > 0) & (radix.slot[block] != UNINDEXED), block, sequences.tenant[row], policy)
+    radix = touch(
+        radix, (block > 0) & (radix.slot[block] != UNINDEXED), block, sequences.tenant[row], policy, _answer_len(cache, row)
+    )
     sides = []
     for side, number in zip(radix.sides, layout.side, strict=True):
         table = lax.dynamic_index_in_dim(sequences.block_table[number], row, keepdims=False)
@@ -98,6 +106,12 @@ def _release_row(layout: Layout, cache: CacheState, row: Int32[Array, ""], polic
         committed=sequences.committed.at[row].set(0),
     )
     return CacheState(radix, sequences)
+
+
+def _answer_len(cache: CacheState, row: Int32[Array, ""]) -> Int32[Array, ""]:
+    """Tokens a sequence has room for beyond its prompt."""
+    radix, sequences = cache
+    return jnp.maximum(sequences.held[row] * radix.tokens.shape[1] - sequences.prompt_len[row], 0)
 
 
 def drain(spec: CacheSpec, radix: RadixState) -> tuple[RadixState, CacheEvents]:

@@ -165,6 +165,7 @@ class Sequences(NamedTuple):
         chain: Key of the sequence's last committed block (of its namespace before the first).
         namespace: Tree the sequence reads and extends.
         tenant: Whose share its blocks count against.
+        prompt_len: Tokens each was admitted with.
         tail: Block of which the first tokens are the sequence's next ones, leased until its copy is planned; 0 for none.
     """
 
@@ -175,6 +176,7 @@ class Sequences(NamedTuple):
     chain: UInt32[Array, "sequences 2"]
     namespace: UInt32[Array, "sequences 2"]
     tenant: Int32[Array, " sequences"]
+    prompt_len: Int32[Array, " sequences"]
     tail: Int32[Array, " sequences"]
 
 
@@ -277,6 +279,7 @@ def empty(spec: CacheSpec, max_events: int, num_tenants: int) -> CacheState:
             chain=keys.root_key(jnp.zeros((sequences, 2), jnp.uint32)),
             namespace=jnp.zeros((sequences, 2), jnp.uint32),
             tenant=jnp.zeros(sequences, jnp.int32),
+            prompt_len=jnp.zeros(sequences, jnp.int32),
             tail=jnp.zeros(sequences, jnp.int32),
         ),
     )
