@@ -20,6 +20,7 @@ plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas
 
 from octavo_kernels._src.hopper_attention import HopperAttention, HopperChoices  # noqa: E402
 from octavo_kernels._src.hopper_decode import DecodeConfig, partial_results, share_out  # noqa: E402
+from octavo_kernels._src.hopper_merge import merge  # noqa: E402
 from octavo_kernels._src.hopper_prefill import PrefillConfig, cut, prefill  # noqa: E402
 from octavo_kernels.cases import HOPPER_CASES  # noqa: E402
 
@@ -59,6 +60,60 @@ def test_more_query_heads_than_a_tile_has_rows_are_refused_with_the_number() -> 
         attention.attend(backend, attention.fill(backend, problem), problem)
 
 
+def _dense(q, k, v, table, position: int, config, sinks=None) -> np.ndarray:
+    """One token's answer in float64 under the configuration's window, cap and sinks."""
+    first = 0 if config.window is None else max(position + 1 - config.window, 0)
+    seen = slice(first, position + 1)
+    keys, values = (
+        np.asarray(pool, np.float64)[np.asarray(table)[0]].swapaxes(1, 2).reshape(-1, config.kv_heads, config.head_dim)[seen]
+        for pool in (k, v)
+    )
+    scores = np.einsum("hgd,khd->hgk", np.asarray(q, np.float64), keys) * config.scale
+    if config.soft_cap is not None:
+        scores = config.soft_cap * np.tanh(scores / config.soft_cap)
+    weights = np.exp(scores)
+    total = weights.sum(-1) + (0 if sinks is None else np.exp(np.asarray(sinks, np.float64)).reshape(scores.shape[:2]))
+    return np.einsum("hgk,khd->hgd", weights / total[..., None], values)
+
+
+def _hide(pool: jax.Array, table: jax.Array, first: int, stop: int) -> jax.Array:
+    """NaN in every slot of the row outside [first, stop), and in every block it does not own."""
+    slots = np.full(pool.shape[:1] + pool.shape[2:3], True)
+    for token in range(first, stop):
+        slots[int(table[0, token // pool.shape[2]]), token % pool.shape[2]] = False
+    return jnp.where(slots[:, None, :, None], jnp.nan, pool)
+
+
+VARIANTS = [{"window": 1}, {"window": 70}, {"soft_cap": 2.0}, {"window": 129, "soft_cap": 1.0}]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_decode_keeps_to_its_window_and_cap_and_gives_sinks_their_weight(variant) -> None:
+    config = dataclasses.replace(DECODE, num_ctas=3, **variant)
+    q, k, v, table = _vectors(1)
+    first = 0 if config.window is None else 300 - config.window
+    k, v = (_hide(pool, table, first, 300) for pool in (k, v))
+    context = jnp.array([300], jnp.int32)
+    shares = share_out(context, jnp.int32(1), config)
+    partial, lse = partial_results(q, k, v, table, context, shares, config, Parameters())
+    for sinks in (None, jnp.linspace(-1.0, 6.0, 8)):
+        got = np.asarray(merge(partial, lse, shares.rows, sinks, config, Parameters())[0, :, :4], np.float64)
+        want = _dense(q[0], k, v, table, 299, config, sinks)
+        assert np.abs(got - want).max() < 2**-6 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_prefill_keeps_to_its_window_and_cap(variant) -> None:
+    config = dataclasses.replace(PREFILL, num_ctas=2, **variant)
+    q, k, v, table = _vectors(40)
+    first = 0 if config.window is None else 261 - config.window
+    k, v = (_hide(pool, table, first, 300) for pool in (k, v))
+    got = np.asarray(_prefill(config, Parameters(), k, v), np.float64)
+    for token in range(40):
+        want = _dense(q[token], k, v, table, 260 + token, config)
+        assert np.abs(got[token] - want).max() < 2**-6 * np.abs(want).max(), token
+
+
 @pytest.fixture
 def races():
     """Runs something with race detection and says whether a race was found, by its flag or by its exception."""
@@ -89,8 +144,9 @@ def _decode(config: DecodeConfig, interpret) -> tuple[jax.Array, jax.Array]:
     return partial_results(q, k, v, table, context, share_out(context, jnp.int32(1), config), config, interpret)
 
 
-def _prefill(config: PrefillConfig, interpret) -> jax.Array:
+def _prefill(config: PrefillConfig, interpret, *pools: jax.Array) -> jax.Array:
     q, k, v, table = _vectors(40)
+    k, v = pools or (k, v)
     positions = jnp.arange(260, 300, dtype=jnp.int32)
     one = jnp.int32(1)
     batch = AttentionBatch(
