@@ -37,10 +37,12 @@ def admit(
     owner = jnp.clip(tenant, 0, len(quotas) - 1)
     namespace = own_space(namespace, owner) if len(quotas) > 1 else namespace
 
+    length = jnp.maximum(lengths, 1) - 1  # one token is left to compute
+
     def serve(i: Array, carry: tuple[CacheState, Array, Array, Array]) -> tuple[CacheState, Array, Array, Array]:
         cache, promised, cached_len, status = carry
-        found = match(cache.radix, tokens[i], lengths[i] - 1, namespace[i], reach=layout.reach)
-        tail = _tail(cache.radix, found, tokens[i], lengths[i] - 1, namespace[i]) if partial else Tail(jnp.int32(0), jnp.int32(0))
+        found = match(cache.radix, tokens[i], length[i], namespace[i], reach=layout.reach)
+        tail = _tail(cache.radix, found, tokens[i], length[i], namespace[i]) if partial else Tail(jnp.int32(0), jnp.int32(0))
         lack = _lack(spec, layout, found, want[i], step_blocks)
         spare = _spare(spec, layout, cache.radix, found, owner[i], quotas) - promised - reserve
         # A block that is only copied stays leased until then, and must not take the room the sequence needs.
@@ -50,8 +52,8 @@ def admit(
         empty = (cache.sequences.held[row] == 0) & (cache.sequences.tail[row] == 0)
         takes = named[i] & empty & (jnp.max(want[i]) <= spec.max_blocks) & jnp.all(lack <= spare)
         cache = _lease(layout, cache, jnp.where(takes, sequence[i], spec.max_sequences), found, tail, namespace[i], owner[i])
-        length = found.num_blocks * spec.block_size + tail.length
-        cached_len = cached_len.at[i].set(jnp.where(takes, length, 0))
+        reused = found.num_blocks * spec.block_size + tail.length
+        cached_len = cached_len.at[i].set(jnp.where(takes, reused, 0))
         status = status.at[i].set(jnp.where(named[i] & ~takes, OUT_OF_BLOCKS, OK))
         return cache, promised + jnp.where(takes, lack, 0), cached_len, status
 

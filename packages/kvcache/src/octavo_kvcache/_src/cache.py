@@ -6,15 +6,17 @@ its own count of ended leases.
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
-import jax.numpy as jnp
+import jax
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from octavo_core.errors import ConfigError
 from octavo_core.plan import Admitted, CacheEvents
 from octavo_core.specs import CacheSpec
 from octavo_kvcache._src.admit import admit
+from octavo_kvcache._src.checks import check_array, check_like
 from octavo_kvcache._src.commit import commit
 from octavo_kvcache._src.grow import grow
 from octavo_kvcache._src.policy import EvictionPolicy, named_policy
@@ -84,7 +86,9 @@ class RadixCache:
         also a sequence that holds blocks already and a `want` beyond `max_blocks`. Lengths ≤ 1 match nothing. Tenants beyond the last
         count as the last.
         """
-        arrivals, spec = sequence.shape[0], self.spec
+        arrivals, spec = (*getattr(sequence, "shape", ()), 1)[0], self.spec
+        self._check_state(cache)
+        self._check("sequence", sequence, (arrivals,))
         self._check("tokens", tokens, (arrivals, spec.max_len))
         self._check("lengths", lengths, (arrivals,))
         self._check("namespace", namespace, (arrivals, 2), "uint32")
@@ -107,6 +111,7 @@ class RadixCache:
         Groups grow together, to the largest need among them. Equal ranks are served by index. A need beyond `max_blocks` is refused.
         Copies: the cached block of a tail found at admission, and in groups of recurrent state the state before each first new block.
         """
+        self._check_state(cache)
         self._check("need", need, (self.spec.max_sequences, self.spec.groups))
         self._check("rank", rank, (self.spec.max_sequences,))
         cache, copies, status = grow(self.spec, cache, need, rank, policy=self.policy, quotas=self.quotas)
@@ -120,6 +125,7 @@ class RadixCache:
         Only blocks the sequence holds are committed. Where an equal prefix is cached already, the sequence's own block is
         freed and its table points at the cached one.
         """
+        self._check_state(cache)
         self._check("tokens", tokens, (self.spec.max_sequences, self.spec.max_len))
         self._check("upto", upto, (self.spec.max_sequences,))
         cache = commit(layout_of(self.spec), cache, tokens, upto, self.max_commits)
@@ -127,25 +133,22 @@ class RadixCache:
 
     def release(self, cache: CacheState, done: Bool[Array, " sequences"]) -> tuple[CacheState, CacheEvents]:
         """End the leases of these sequences; committed blocks stay cached, the rest become free. Drains the events."""
+        self._check_state(cache)
         self._check("done", done, (self.spec.max_sequences,), "bool")
         return release(self.spec, cache, done, policy=self.policy)
 
     def _tables(self, cache: CacheState) -> Int32[Array, "groups sequences max_blocks"]:
         return cache.sequences.block_table[layout_of(self.spec).offset :]
 
+    @functools.cached_property
+    def _shapes(self) -> CacheState:
+        return jax.eval_shape(self.init)
+
+    def _check_state(self, cache: CacheState) -> None:
+        check_like("cache", cache, self._shapes, f"a state from `init` of this cache, see its spec {self.spec}")
+
     def _check(self, name: str, array: Array, shape: tuple[int, ...], dtype: str = "int32") -> None:
         check_array(name, array, shape, dtype, f"this cache, see its spec {self.spec}")
-
-
-def check_array(name: str, array: Array, shape: tuple[int, ...], dtype: str, who: str) -> None:
-    """Refuse an argument before it is traced.
-
-    Raises:
-        ConfigError: It has another shape or type.
-    """
-    got = jnp.shape(array), jnp.result_type(array).name
-    if got != (shape, dtype):
-        raise ConfigError(f"{name} is {got[1]}{list(got[0])}; wanted {dtype}{list(shape)} for {who}")
 
 
 def _checked_quotas(spec: CacheSpec, quotas: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from octavo_kvcache._src import index, pool
+from octavo_kvcache._src.checks import check_count
 from octavo_kvcache._src.policy import EvictionPolicy, Now
 from octavo_kvcache._src.scan import count_set, some_set
 from octavo_kvcache._src.state import RadixState
@@ -64,6 +65,7 @@ def evict(
         allowance: Most blocks each tenant may lose; nobody is protected where it is None.
         batch: Blocks selected at once.
     """
+    check_count(count)
     size = min(batch, radix.slot.shape[0])
     count = jnp.minimum(count, radix.read().num_evictable)
     if allowance is None:

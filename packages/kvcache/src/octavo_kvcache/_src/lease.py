@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int32, UInt32
 
 from octavo_core.plan import OK, OUT_OF_BLOCKS
 from octavo_kvcache._src import keys, pool
+from octavo_kvcache._src.checks import check_array, check_count, check_handles, check_prompt
 from octavo_kvcache._src.evict import eviction_key, remove, smallest
 from octavo_kvcache._src.insert import Verdict, Work, file, judge, run_keys
 from octavo_kvcache._src.match import Match
@@ -56,6 +57,7 @@ def allocate(
     Returns:
         The tree, ids and generations (0 pads), and `OK` or `OUT_OF_BLOCKS` (nothing was taken: too few are free, or `count` > `size`).
     """
+    check_count(count)
     counters, j = radix.read(), jnp.arange(size, dtype=jnp.int32)
     can = (count >= 0) & (count <= jnp.minimum(counters.num_free, size))
     count = jnp.where(can, count, 0)
@@ -78,6 +80,7 @@ def lease(
     Returns:
         The tree, and `OK`, `STALE` or `NOT_A_PATH`.
     """
+    check_handles(block_ids, generations)
     named = block_ids != 0
     inside, at = _inside(radix, block_ids)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), at[:-1]])
@@ -103,6 +106,7 @@ def release(
     Returns:
         The tree, and `OK`, `STALE` (also where no such lease ends at the last cached block, or at a private one) or `NOT_A_PATH`.
     """
+    check_handles(block_ids, generations)
     named = block_ids != 0
     inside, at = _inside(radix, block_ids)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), at[:-1]])
@@ -170,7 +174,11 @@ def insert(
         `NOT_A_PATH` (a block is not private, or named twice, or `prefix` is not what the tree says) or `OUT_OF_BLOCKS` (not all
         fitted in the index).
     """
+    check_handles(block_ids, generations)
+    check_handles(prefix.block_ids, prefix.generations)
     size, named = block_ids.shape[0], block_ids != 0
+    check_prompt(radix, tokens, namespace)
+    check_array("tokens", tokens, (size * radix.tokens.shape[1],), "int32", f"{size} blocks")
     j = jnp.arange(size, dtype=jnp.int32)
     inside, at = _inside(radix, block_ids)
     last = jnp.maximum(prefix.num_blocks - 1, 0)
@@ -232,6 +240,7 @@ def lend(
 
     A block whose copy is under way is never freed: it and its ancestors are leased.
     """
+    check_count(count)
     count = jnp.clip(jnp.minimum(count, radix.read().num_evictable), 0, size)
     block = smallest(eviction_key(radix, policy, max_depth), count, size)
     radix = _along_paths(_count_loan(radix, block), block, 1)
@@ -245,6 +254,8 @@ def settle(radix: RadixState, loan: Loan, stored: Bool[Array, " size"]) -> tuple
     Returns:
         The tree, and `OK` or `STALE` (the loan was settled before, or is of another tree; nothing changed).
     """
+    check_handles(loan.block_ids, loan.generations)
+    check_array("stored", stored, loan.block_ids.shape, "bool", "the loan")
     named, (inside, block) = loan.block_ids > 0, _inside(radix, loan.block_ids)
     lent = (radix.lent[block] == loan.lent) & (loan.lent % 2 == 1) & ~_repeats(named, block)
     fresh = inside & (radix.generation[block] == loan.generations) & lent

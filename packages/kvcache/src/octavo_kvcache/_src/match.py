@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
 from octavo_kvcache._src import index, keys
+from octavo_kvcache._src.checks import check_array, check_prompt
 from octavo_kvcache._src.scan import some_set
 from octavo_kvcache._src.state import RadixState
 
@@ -63,6 +64,8 @@ def match(
     Source: prefix caching by chained block hashes as in vLLM, by a radix tree over tokens as in SGLang; here the chain is an associative
     scan and the look-up one gather, so that depth does not count.
     """
+    check_prompt(radix, tokens, namespace)
+    check_array("length", length, (), "int32", "one prompt")
     block_size = radix.tokens.shape[1]
     blocks = tokens.reshape(-1, block_size)
     position = jnp.arange(blocks.shape[0], dtype=jnp.int32)
@@ -105,6 +108,8 @@ def match_tail(
 
     Cost: one pass over three arrays of the pool.
     """
+    check_prompt(radix, tokens, namespace)
+    check_array("length", length, (), "int32", "one prompt")
     block_size = radix.tokens.shape[1]
     start = found.num_blocks * block_size
     wanted = jnp.pad(tokens, (0, block_size), constant_values=-1)[start + jnp.arange(block_size, dtype=jnp.int32)]
