@@ -87,15 +87,16 @@ def test_every_token_of_a_long_row_has_one_place_in_one_tile(long: list[tuple[in
     fields = np.zeros(tokens), starts, contexts, np.zeros((ROWS, 4)), np.zeros(tokens), num_single, len(rows)
     tiles = cut_jit(AttentionBatch(*(jnp.asarray(f, jnp.int32) for f in fields)), tokens, config)
     about, count = np.asarray(tiles.about), int(tiles.num_tiles[0])
+    tile_of, offset_of, token_of = map(np.asarray, (tiles.tile, tiles.offset, tiles.token))
     by_number = {number: rest for *rest, number in about[:count].tolist()}
     flat = num_single
     for row, (old, new) in enumerate(rows[num_single:], num_single):
         for i in range(new):
-            tile, offset = int(tiles.tile[flat]), int(tiles.offset[flat])
+            tile, offset = int(tile_of[flat]), int(offset_of[flat])
             got_row, position, queries, context = by_number[tile]
             assert (got_row, position + offset, context) == (row, old + i, old + new)
             assert offset < queries
-            assert int(tiles.token[tile, offset]) == flat
+            assert int(token_of[tile, offset]) == flat
             flat += 1
     ends = [position + queries for _, position, queries, _, _ in about[:count].tolist()]
     assert ends == sorted(ends, reverse=True)

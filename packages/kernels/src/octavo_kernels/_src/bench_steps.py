@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo_core.seams import AttentionBatch
-from octavo_core.specs import KVGroupSpec
 from octavo_kernels._src.pools import Pools
 from octavo_kernels._src.reference_attention import ReferenceAttention
 from octavo_kernels.cases import SpeedCase
@@ -77,10 +76,8 @@ def check_sample(step: Step, answers: jax.Array, *, seed: int = 0) -> float:
     rng = np.random.default_rng(seed)
     tokens = np.unique(np.concatenate([rng.integers(0, case.num_tokens, SAMPLE), [0, case.num_tokens - 1]]))
     rows = np.searchsorted(np.asarray(step.batch.query_start)[1:], tokens, side="right")
-    spec = KVGroupSpec("full", (0,), case.kv_heads, case.head_dim, "bfloat16", case.block_size)
     oracle = ReferenceAttention()
     memory = jnp.stack([step.kv.k[0], step.kv.v[0]])[None].swapaxes(3, 4)
-    assert memory.shape == oracle.init_kv(spec, 1).shape[:2] + step.kv.k[0].shape[:1] + memory.shape[3:]
     positions = step.batch.positions[tokens]
     count = jnp.int32(len(tokens))
     batch = AttentionBatch(

@@ -1,34 +1,48 @@
 """KV memory as one pair of pools a layer, [blocks, kv_heads, block_size, head_dim]: writing, and carrying blocks away as bytes.
 
-Knows slots and blocks. Knows nothing of attention, nor of why a backend stores the element type it does: an unsigned integer type stands for
-the bits of a floating one.
+Knows slots, blocks and scales. Knows nothing of attention, nor of why a backend stores the element type it does: an integer type stands for
+the bits of a floating one (`fp8.BITS`).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32, Shaped, UInt8
+from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
 
 from octavo_core.specs import KVGroupSpec
+from octavo_kernels._src.fp8 import FP8, quantise, to_bits
 
 Pool = Shaped[Array, "blocks kv_heads block_size head_dim"]
+Scales = Float32[Array, "blocks kv_heads block_size"]
 
 
 class Pools(NamedTuple):
-    """KV memory of one group."""
+    """KV memory of one group, an entry a layer.
+
+    Attributes:
+        k, v: Elements.
+        k_scale, v_scale: What elements of a token and head are to be multiplied by; empty unless they are FP8.
+    """
 
     k: tuple[Pool, ...]
     v: tuple[Pool, ...]
+    k_scale: tuple[Scales, ...] = ()
+    v_scale: tuple[Scales, ...] = ()
 
 
 def new_pools(spec: KVGroupSpec, num_blocks: int, dtype: Any) -> Pools:
-    """Zeroed memory."""
+    """Zeroed memory of elements stored as `dtype`."""
     shape = (num_blocks, spec.kv_heads, spec.block_size, spec.head_dim)
-    k, v = ([jnp.zeros(shape, dtype) for _ in spec.layers] for _ in range(2))
-    return Pools(tuple(k), tuple(v))
+    k, v = (tuple(jnp.zeros(shape, dtype) for _ in spec.layers) for _ in range(2))
+    if spec.dtype not in FP8:
+        return Pools(k, v)
+    k_scale, v_scale = (tuple(jnp.zeros(shape[:3], jnp.float32) for _ in spec.layers) for _ in range(2))
+    return Pools(k, v, k_scale, v_scale)
 
 
 def write_pools(
@@ -42,31 +56,38 @@ def write_pools(
     num_blocks, _, block_size, _ = kv.k[layer].shape
     block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
     offset = slot_mapping % block_size
-    new_k = kv.k[layer].at[block, :, offset].set(_stored(k, kv.k[layer].dtype), mode="drop")
-    new_v = kv.v[layer].at[block, :, offset].set(_stored(v, kv.v[layer].dtype), mode="drop")
-    return Pools(_replace(kv.k, layer, new_k), _replace(kv.v, layer, new_v))
+
+    def put(pools: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
+        new = pools[layer].at[block, :, offset].set(to_bits(x, pools[layer].dtype), mode="drop")
+        return (*pools[:layer], new, *pools[layer + 1 :])
+
+    if not kv.k_scale:
+        return Pools(put(kv.k, k), put(kv.v, v))
+    dtype = "float8_e5m2" if kv.k[layer].dtype == jnp.int8 else "float8_e4m3fn"
+    (k, k_scale), (v, v_scale) = quantise(k, dtype), quantise(v, dtype)
+    return Pools(put(kv.k, k), put(kv.v, v), put(kv.k_scale, k_scale), put(kv.v_scale, v_scale))
 
 
 def gather_blocks(kv: Pools, block_ids: Int32[Array, " ids"]) -> UInt8[Array, "ids block_bytes"]:
-    """All layers of each block: K then V of layer 0, of layer 1, … An id outside the pool answers zeros."""
-    parts = [x.at[block_ids].get(mode="fill", fill_value=0) for pair in zip(kv.k, kv.v, strict=True) for x in pair]
+    """All layers of each block: K then V (then their scales) of layer 0, of layer 1, … An id outside the pool answers zeros."""
+    parts = [x.at[block_ids].get(mode="fill", fill_value=0) for x in _by_layer(kv)]
     return jnp.concatenate([lax.bitcast_convert_type(p, jnp.uint8).reshape(len(block_ids), -1) for p in parts], axis=1)
 
 
 def scatter_blocks(kv: Pools, block_ids: Int32[Array, " ids"], data: UInt8[Array, "ids block_bytes"]) -> Pools:
     """The inverse of `gather_blocks`; id −1 stores nothing."""
-    layers, dtype = len(kv.k), kv.k[0].dtype
     target = jnp.where(block_ids < 0, kv.k[0].shape[0], block_ids)
-    parts = data.reshape(len(block_ids), layers, 2, *kv.k[0].shape[1:], dtype.itemsize)
-    values = lax.bitcast_convert_type(parts, dtype)
-    new_k = tuple(x.at[target].set(values[:, i, 0], mode="drop") for i, x in enumerate(kv.k))
-    new_v = tuple(x.at[target].set(values[:, i, 1], mode="drop") for i, x in enumerate(kv.v))
-    return Pools(new_k, new_v)
+    new, first = [], 0
+    for x in _by_layer(kv):
+        size = math.prod(x.shape[1:]) * x.dtype.itemsize
+        wide = (x.dtype.itemsize,) if x.dtype.itemsize > 1 else ()
+        values = lax.bitcast_convert_type(data[:, first : first + size].reshape(len(block_ids), *x.shape[1:], *wide), x.dtype)
+        new.append(x.at[target].set(values, mode="drop"))
+        first += size
+    kinds = len(new) // len(kv.k)
+    return Pools(*(tuple(new[kind::kinds]) for kind in range(kinds)))
 
 
-def _stored(x: Float[Array, "..."], dtype: Any) -> Shaped[Array, "..."]:
-    return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16) if dtype == jnp.uint16 else x.astype(dtype)
-
-
-def _replace(layers: tuple[Array, ...], layer: int, value: Array) -> tuple[Array, ...]:
-    return (*layers[:layer], value, *layers[layer + 1 :])
+def _by_layer(kv: Pools) -> Sequence[Array]:
+    """Every pool: of layer 0, of layer 1, …"""
+    return [x for pools in zip(*(kind for kind in kv if kind), strict=True) for x in pools]

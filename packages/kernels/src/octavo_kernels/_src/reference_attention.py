@@ -6,24 +6,36 @@ Knows block tables and slots. Knows nothing of speed: every token gathers all KV
 
 from __future__ import annotations
 
-from typing import Final
+import math
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32, Shaped, UInt8
+from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
 
 from octavo_core.seams import AttentionBatch
 from octavo_core.specs import KVGroupSpec
+from octavo_kernels._src.fp8 import FP8, quantise
 
-KV = Shaped[Array, "layers two blocks block_size kv_heads head_dim"]
+Elements = Shaped[Array, "layers two blocks block_size kv_heads head_dim"]
+
+
+class ScaledKV(NamedTuple):
+    """FP8 elements and what they are to be multiplied by."""
+
+    elements: Elements
+    scale: Float32[Array, "layers two blocks block_size kv_heads"]
+
+
+KV = Elements | ScaledKV
 
 
 class ReferenceAttention:
     """An `octavo_core.seams.AttentionBackend` that computes in float32 and stores in the group's dtype.
 
-    KV is one array: layer, K or V, block, offset in the block, head, element. What lies beyond a row's context may be anything,
-    NaN included.
+    KV is one array: layer, K or V, block, offset in the block, head, element; FP8 has a second one of scales. What lies beyond a row's
+    context may be anything, NaN included.
     """
 
     layout_id: Final = "reference-v1:block,layer,kv,offset,head,dim"
@@ -37,7 +49,8 @@ class ReferenceAttention:
         if spec.kind != "full":
             raise NotImplementedError(f"ReferenceAttention serves groups of kind 'full', got '{spec.kind}'")
         shape = (len(spec.layers), 2, num_blocks, spec.block_size, spec.kv_heads, spec.head_dim)
-        return jnp.zeros(shape, jnp.dtype(spec.dtype))
+        elements = jnp.zeros(shape, jnp.dtype(spec.dtype))
+        return ScaledKV(elements, jnp.zeros(shape[:-1], jnp.float32)) if spec.dtype in FP8 else elements
 
     def write(
         self,
@@ -48,10 +61,18 @@ class ReferenceAttention:
         slot_mapping: Int32[Array, " tokens"],
     ) -> KV:
         """Store K and V of the step's tokens; slot −1 stores nothing."""
-        blocks, block_size = kv.shape[2:4]
+        blocks, block_size = _parts(kv)[0].shape[2:4]
         slots = jnp.where(slot_mapping < 0, blocks * block_size, slot_mapping)
-        rows = jnp.stack([k, v]).astype(kv.dtype)
-        return kv.at[layer, :, slots // block_size, slots % block_size].set(rows.swapaxes(0, 1), mode="drop")
+        rows = jnp.stack([k, v])
+
+        def put(memory: Array, new: Array) -> Array:
+            at = memory.at[layer, :, slots // block_size, slots % block_size]
+            return at.set(new.astype(memory.dtype).swapaxes(0, 1), mode="drop")
+
+        if not isinstance(kv, ScaledKV):
+            return put(kv, rows)
+        elements, scale = quantise(rows, kv.elements.dtype)
+        return ScaledKV(put(kv.elements, elements), put(kv.scale, scale))
 
     def attend(
         self, kv: KV, layer: int, q: Float[Array, "tokens q_heads head_dim"], batch: AttentionBatch, *, scale: float
@@ -59,10 +80,10 @@ class ReferenceAttention:
         """Causal attention of each token over its row's KV up to its own position."""
         row = jnp.searchsorted(batch.query_start[1:], jnp.arange(len(q)), side="right")
         row = jnp.minimum(row, len(batch.context_len) - 1)
-        kv_heads = kv.shape[4]
+        kv_heads = _parts(kv)[0].shape[4]
 
         def one(q: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
-            keys, values = kv[layer][:, batch.block_table[row]].astype(jnp.float32).reshape(2, -1, *kv.shape[4:])
+            keys, values = _blocks(kv, layer, batch.block_table[row])
             visible = jnp.arange(len(keys)) < jnp.minimum(position + 1, batch.context_len[row])
             # Stale memory may hold NaN, and NaN times a zero weight is NaN: clear it before it meets a product.
             keys, values = (jnp.where(visible[:, None, None], x, 0) for x in (keys, values))
@@ -75,13 +96,31 @@ class ReferenceAttention:
 
     def gather(self, kv: KV, block_ids: Int32[Array, " ids"]) -> UInt8[Array, "ids block_bytes"]:
         """All layers of each block as contiguous bytes."""
-        blocks = jnp.moveaxis(kv[:, :, block_ids], 2, 0)
-        return lax.bitcast_convert_type(blocks, jnp.uint8).reshape(len(block_ids), -1)
+        blocks = [jnp.moveaxis(part[:, :, block_ids], 2, 0) for part in _parts(kv)]
+        return jnp.concatenate([lax.bitcast_convert_type(x, jnp.uint8).reshape(len(block_ids), -1) for x in blocks], axis=1)
 
     def scatter(self, kv: KV, block_ids: Int32[Array, " ids"], data: UInt8[Array, "ids block_bytes"]) -> KV:
         """The inverse of `gather`; id −1 stores nothing."""
-        layers, two, blocks, *inner = kv.shape
-        raw = data.reshape(len(block_ids), layers, two, *inner, kv.dtype.itemsize)
-        values = lax.bitcast_convert_type(raw, kv.dtype).reshape(len(block_ids), layers, two, *inner)
-        ids = jnp.where(block_ids < 0, blocks, block_ids)
-        return kv.at[:, :, ids].set(jnp.moveaxis(values, 0, 2), mode="drop")
+        new, first = [], 0
+        for part in _parts(kv):
+            layers, two, blocks, *inner = part.shape
+            size = layers * two * math.prod(inner) * part.dtype.itemsize
+            wide = [part.dtype.itemsize] if part.dtype.itemsize > 1 else []
+            raw = data[:, first : first + size].reshape(len(block_ids), layers, two, *inner, *wide)
+            values = jnp.moveaxis(lax.bitcast_convert_type(raw, part.dtype), 0, 2)
+            new.append(part.at[:, :, jnp.where(block_ids < 0, blocks, block_ids)].set(values, mode="drop"))
+            first += size
+        return ScaledKV(*new) if isinstance(kv, ScaledKV) else new[0]
+
+
+def _parts(kv: KV) -> tuple[Array, ...]:
+    return tuple(kv) if isinstance(kv, ScaledKV) else (kv,)
+
+
+def _blocks(kv: KV, layer: int, ids: Int32[Array, " ids"]) -> Float32[Array, "two context kv_heads head_dim"]:
+    """K and V of these blocks, one after the other, in float32."""
+    elements = _parts(kv)[0]
+    wide = elements[layer][:, ids].astype(jnp.float32)
+    if isinstance(kv, ScaledKV):
+        wide = wide * kv.scale[layer][:, ids][..., None]
+    return wide.reshape(2, -1, *elements.shape[4:])

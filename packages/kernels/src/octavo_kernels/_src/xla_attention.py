@@ -6,12 +6,15 @@ context length. Does not know buckets, sampling or where blocks come from.
 
 Why bfloat16 is stored as its uint16 bits: XLA:CPU widens a bfloat16 scatter's whole operand to float32 and back, which
 copies the pool at every step (measured: 1.2 s against 0.5 ms for 30 layers of 1,400 blocks). Bits pass through untouched, and
-widening them to float32 is one shift.
+widening them to float32 is one shift. FP8 is stored as bits too, with scales that logits and weights are multiplied by (`fp8`).
 
 Source: online softmax after Milakov and Gimelshein (2018), tiled as in FlashAttention (Dao et al. 2022).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,6 +22,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
 
 from octavo_core.seams import AttentionBatch
 from octavo_core.specs import KVGroupSpec
+from octavo_kernels._src.fp8 import BITS, from_bits
 from octavo_kernels._src.pools import Pools, gather_blocks, new_pools, scatter_blocks, write_pools
 from octavo_kernels._src.query_tiles import query_tiles
 
@@ -27,6 +31,31 @@ TILE_ROWS = 8
 TILE_Q = 128
 GROUP_LANES = 4
 MASKED = -1e30
+
+
+class _Stored(NamedTuple):
+    """One layer's K or V; `scale` is None unless the elements have scales."""
+
+    pool: Shaped[Array, "blocks kv_heads block_size head_dim"]
+    scale: Float32[Array, "blocks kv_heads block_size"] | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the pool."""
+        return self.pool.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the pool."""
+        return self.pool.dtype
+
+    def load(self, ids: Int32[Array, "..."]) -> Float32[Array, "..."]:
+        """Blocks as float32, unscaled; ids are inside the pool."""
+        return from_bits(self.pool.at[ids].get(mode="promise_in_bounds"))
+
+    def scaled(self, x: Float32[Array, "..."], of: Callable[[Array], Array]) -> Float32[Array, "..."]:
+        """Logits or weights times the scales of their tokens, which `of` picks and shapes."""
+        return x if self.scale is None else x * of(self.scale)
 
 
 class XlaAttention:
@@ -46,13 +75,13 @@ class XlaAttention:
         """Zeroed memory.
 
         Raises:
-            NotImplementedError: For groups other than full attention, or an element type other than float32 and bfloat16.
+            NotImplementedError: For groups other than full attention, or an element type other than float32, bfloat16 and FP8.
         """
         if spec.kind != "full":
             raise NotImplementedError(f"xla attention serves full attention, this group is '{spec.kind}'")
-        if spec.dtype not in ("float32", "bfloat16"):
-            raise NotImplementedError(f"xla attention stores float32 or bfloat16, this group wants {spec.dtype}")
-        return new_pools(spec, num_blocks, jnp.uint16 if spec.dtype == "bfloat16" else jnp.float32)
+        if spec.dtype not in ("float32", *BITS):
+            raise NotImplementedError(f"xla attention stores float32, {', '.join(BITS)}; this group wants {spec.dtype}")
+        return new_pools(spec, num_blocks, BITS.get(spec.dtype, spec.dtype))
 
     def write(
         self,
@@ -69,7 +98,7 @@ class XlaAttention:
         self, kv: Pools, layer: int, q: Float[Array, "tokens q_heads head_dim"], batch: AttentionBatch, *, scale: float
     ) -> Float[Array, "tokens q_heads head_dim"]:
         """Causal attention. Cost: each row reads the KV it can see once (longer rows once per `tile_q` queries)."""
-        k, v = kv.k[layer], kv.v[layer]
+        k, v = (_Stored(pool[layer], scale[layer] if scale else None) for pool, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)))
         tokens, q_heads, head_dim = q.shape
         kv_heads, block_size = k.shape[1], k.shape[2]
         tile_blocks = -(-self._tile_kv_tokens // block_size)
@@ -81,8 +110,8 @@ class XlaAttention:
 
     def _single_rows(
         self,
-        k: Shaped[Array, "blocks kv_heads block_size head_dim"],
-        v: Shaped[Array, "blocks kv_heads block_size head_dim"],
+        k: _Stored,
+        v: _Stored,
         q: Float[Array, "tokens kv_heads group head_dim"],
         batch: AttentionBatch,
         table: Int32[Array, "rows padded_blocks"],
@@ -108,14 +137,15 @@ class XlaAttention:
                 top, total, acc = state
                 ids = lax.dynamic_slice(table, (j * tile, i * tile_blocks), (tile, tile_blocks))
                 visible = _token_index(i, tile_blocks, k.shape[2])[None] < seen_tile[:, None, None]
-                k_tile = _load(k, ids)
-                v_tile = jnp.where(visible[:, :, None, :, None], _load(v, ids), 0.0)
-                scores = jnp.einsum("rkgd,rnktd->rnkgt", q_tile, k_tile)
+                k_tile = k.load(ids)
+                v_tile = jnp.where(visible[:, :, None, :, None], v.load(ids), 0.0)
+                scores = k.scaled(jnp.einsum("rkgd,rnktd->rnkgt", q_tile, k_tile), lambda s: s[ids][:, :, :, None])
                 scores = jnp.where(visible[:, :, None, None, :], scores, MASKED)
                 new_top = jnp.maximum(top, scores.max((1, 4)))
                 weights = jnp.exp(scores - new_top[:, None, :, :, None])
                 fade = jnp.exp(top - new_top)
-                update = jnp.einsum("rnkgt,rnktd->rnkgd", weights, v_tile).sum(1)
+                scaled = v.scaled(weights, lambda s: jnp.where(visible[:, :, None], s[ids], 0.0)[:, :, :, None])
+                update = jnp.einsum("rnkgt,rnktd->rnkgd", scaled, v_tile).sum(1)
                 return new_top, total * fade + weights.sum((1, 4)), acc * fade[..., None] + update
 
             trips = (jnp.max(seen_tile) + tile_tokens - 1) // tile_tokens
@@ -130,8 +160,8 @@ class XlaAttention:
 
     def _long_rows(
         self,
-        k: Shaped[Array, "blocks kv_heads block_size head_dim"],
-        v: Shaped[Array, "blocks kv_heads block_size head_dim"],
+        k: _Stored,
+        v: _Stored,
         q: Float[Array, "tokens kv_heads group head_dim"],
         batch: AttentionBatch,
         table: Int32[Array, "rows padded_blocks"],
@@ -159,15 +189,20 @@ class XlaAttention:
                 top, total, acc = state
                 ids = lax.dynamic_slice(table, (row, i * tile_blocks), (1, tile_blocks))[0]
                 index = _token_index(i, tile_blocks, k.shape[2])
-                k_tile = _load(k, ids).astype(compute).transpose(1, 0, 2, 3).reshape(kv_heads, tile_tokens, head_dim)
-                v_tile = jnp.where((index < seen)[:, None, :, None], _load(v, ids), 0.0).astype(compute)
+                k_tile = k.load(ids).astype(compute).transpose(1, 0, 2, 3).reshape(kv_heads, tile_tokens, head_dim)
+                v_tile = jnp.where((index < seen)[:, None, :, None], v.load(ids), 0.0).astype(compute)
                 v_tile = v_tile.transpose(1, 0, 2, 3).reshape(kv_heads, tile_tokens, head_dim)
                 scores = jnp.einsum("kmd,ktd->kmt", q_tile, k_tile, preferred_element_type=jnp.float32)
+                scores = k.scaled(scores, lambda s: s[ids].transpose(1, 0, 2).reshape(kv_heads, 1, tile_tokens))
                 scores = jnp.where(index.reshape(-1) < limit[:, None], scores, MASKED)
                 new_top = jnp.maximum(top, scores.max(-1))
                 weights = jnp.exp(scores - new_top[..., None])
                 fade = jnp.exp(top - new_top)
-                update = jnp.einsum("kmt,ktd->kmd", weights.astype(compute), v_tile, preferred_element_type=jnp.float32)
+                live = (index < seen)[:, None]
+                scaled = v.scaled(
+                    weights, lambda s: jnp.where(live, s[ids], 0.0).transpose(1, 0, 2).reshape(kv_heads, 1, tile_tokens)
+                )
+                update = jnp.einsum("kmt,ktd->kmd", scaled.astype(compute), v_tile, preferred_element_type=jnp.float32)
                 return new_top, total * fade + weights.sum(-1), acc * fade[..., None] + update
 
             trips = (jnp.minimum(position[0] + tile_q, seen) + tile_tokens - 1) // tile_tokens
@@ -191,12 +226,6 @@ class XlaAttention:
 def _inside(table: Int32[Array, "rows max_blocks"], num_blocks: int) -> Int32[Array, "rows max_blocks"]:
     """An id outside the pool becomes the reserved block, which holds zeros: never clipped onto a block in use."""
     return jnp.where((table >= 0) & (table < num_blocks), table, 0)
-
-
-def _load(pool: Shaped[Array, "blocks kv_heads block_size head_dim"], ids: Int32[Array, "..."]) -> Float32[Array, "..."]:
-    """Blocks as float32; ids are inside the pool."""
-    x = pool.at[ids].get(mode="promise_in_bounds")
-    return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32) if x.dtype == jnp.uint16 else x
 
 
 def _pad_to(x: Shaped[Array, "..."], axis: int, multiple: int) -> Shaped[Array, "..."]:
