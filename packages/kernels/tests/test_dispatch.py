@@ -51,6 +51,7 @@ class _Device(NamedTuple):
     platform: str
     device_kind: str
     compute_capability: str
+    core_count: int = 114
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,9 @@ def test_on_a_hopper_gpu_what_the_kernels_cannot_serve_falls_back_with_the_reaso
 def test_on_a_hopper_gpu_hopper_serves(monkeypatch) -> None:
     pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
     monkeypatch.setattr(jax, "devices", lambda *_: [_Device("gpu", "NVIDIA H200", "9.0")])
-    assert attention_backend("auto", (dataclasses.replace(FULL, dtype="bfloat16", head_dim=64),)).name == "hopper"
+    choice = attention_backend("auto", (dataclasses.replace(FULL, dtype="bfloat16", head_dim=64),))
+    assert choice.name == "hopper"
+    assert choice.backend._choices.num_ctas == 114, "one thread block a multiprocessor of this device"
 
 
 def test_a_jax_without_mosaic_gpu_is_passed_over_with_the_reason(monkeypatch) -> None:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from octavo_kernels._src.hopper_attention import HopperAttention
 
 COMPUTE_CAPABILITY: Final = "9.0"
+MULTIPROCESSORS: Final = 132
+"""Of an H100 SXM or H200."""
 
 
 def hopper_attention() -> HopperAttention:
@@ -24,6 +26,11 @@ def hopper_attention() -> HopperAttention:
     except ImportError as error:
         raise NotImplementedError(f"JAX {jax.__version__} cannot import its Pallas Mosaic GPU: {error}") from error
     return HopperAttention()
+
+
+def multiprocessors() -> int:
+    """How many JAX's first device has; where it does not say, as many as an H200."""
+    return int(getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS)
 
 
 def require_hopper() -> None:

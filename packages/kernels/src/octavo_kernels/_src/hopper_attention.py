@@ -13,7 +13,7 @@ from jaxtyping import Array, BFloat16, Float, Int32, UInt8
 
 from octavo_core.seams import AttentionBatch
 from octavo_core.specs import KVGroupSpec
-from octavo_kernels._src.hopper import require_hopper
+from octavo_kernels._src.hopper import MULTIPROCESSORS, multiprocessors, require_hopper
 from octavo_kernels._src.hopper_decode import DecodeConfig, partial_results, share_out
 from octavo_kernels._src.hopper_merge import merge
 from octavo_kernels._src.hopper_prefill import PrefillConfig, cut, prefill
@@ -29,13 +29,13 @@ class HopperChoices:
     """What may be tuned; None is the heuristic's choice.
 
     Attributes:
-        num_ctas: Thread blocks of a kernel: multiprocessors of the device.
+        num_ctas: Thread blocks of a kernel; the device's multiprocessors unless given.
         decode_tile_kv, decode_stages: KV tokens of a decode step, steps in shared memory.
         prefill_tile_kv, prefill_stages: The same of a prefill step.
         take_turns: Whether the compute warpgroups of prefill alternate between matrix units and softmax.
     """
 
-    num_ctas: int = 132
+    num_ctas: int | None = None
     decode_tile_kv: int | None = None
     decode_stages: int | None = None
     prefill_tile_kv: int | None = None
@@ -57,9 +57,11 @@ class HopperAttention:
     layout_id: str = "hopper-bhsd-1"
 
     def __init__(self, *, choices: HopperChoices | None = None, interpret: Any = None) -> None:
+        choices = choices or HopperChoices()
         if interpret is None:
             require_hopper()
-        self._choices = choices or HopperChoices()
+            choices = dataclasses.replace(choices, num_ctas=choices.num_ctas or multiprocessors())
+        self._choices = choices
         self._interpret = interpret
 
     def init_kv(self, spec: KVGroupSpec, num_blocks: int) -> Pools:
@@ -152,7 +154,7 @@ def configs(
         "head_dim": head_dim,
         "block_size": block_size,
         "scale": scale,
-        "num_ctas": chosen.num_ctas,
+        "num_ctas": chosen.num_ctas or MULTIPROCESSORS,
         "interpreted": interpreted,
     }
     decode = DecodeConfig(**shape, tile_kv=chosen.decode_tile_kv or 64, stages=chosen.decode_stages or (6 if is_small else 4))
