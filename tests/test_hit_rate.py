@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from octavo_tools.hit_rate import POLICIES, ROWS, RadixStore, Use, main, read_trace, replay
 from octavo_tools.hit_rate.policies import NEW, TwoLifetimes
+from octavo_tools.hit_rate.rows import SERVED
 from octavo_tools.hit_rate.stores import URGENT_TOKENS
 from octavo_tools.hit_rate.trace import TRACE_BLOCK, TraceError, cut
 from octavo_tools.workspace import ROOT
@@ -136,6 +137,15 @@ def test_a_policy_never_lowers_a_stamp_and_keeps_the_order_of_two(name, older, n
     low, high = (policy.touch(stamp, use) for stamp in (older, newer))
     assert all(a <= b for a, b in zip(older, low, strict=True))
     assert all(a <= b for a, b in zip(low, high, strict=True))
+
+
+@pytest.mark.parametrize("num_blocks", [6, 13])
+def test_the_cache_that_serves_finds_what_its_simulation_finds(num_blocks):
+    """Tails shorter than a block and answers that fit beside them: a running sequence takes one block more than the simulation gives it."""
+    rng = np.random.default_rng(num_blocks)
+    served = {row.name: row.make for row in SERVED}
+    trace = cut("drawn", [request(rng.integers(0, 2, rng.integers(2, 6)).tolist(), 100, 10) for _ in range(60)])
+    assert replay(served["octavo-lru"](num_blocks + 1, trace), trace) == replay(MAKE["radix-lru"](num_blocks, trace), trace) > 0
 
 
 @given(trace=traces(block_size=64))

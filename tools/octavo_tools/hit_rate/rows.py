@@ -30,6 +30,12 @@ def _radix(policy: Callable[[], Policy], num_blocks: int, trace: Trace, *, keep_
     return RadixStore(num_blocks, trace.block_size, policy(), keep_tails=keep_tails)
 
 
+def _served(policy: str, num_blocks: int, trace: Trace, *, partial: bool = False) -> PrefixStore:
+    from octavo_tools.hit_rate.served import ServedStore
+
+    return ServedStore(num_blocks, trace, policy, partial=partial)
+
+
 OPTIMUM = Row("optimum", FarthestNextUse)
 
 ROWS = [
@@ -42,6 +48,16 @@ ROWS = [
     *(Row(f"radix-{name}", functools.partial(_radix, policy)) for name, policy in POLICIES.items()),
 ]
 """Every row, in the order of the table. `radix+tail` goes by least recent use, as `block-chain` and `radix-lru` do."""
+
+
+SERVED = [
+    *(
+        Row(f"octavo-{name}", functools.partial(_served, name))
+        for name in ("two-lifetimes", "lru", "lfu", "fifo", "priority", "cost")
+    ),
+    Row("octavo+tail", functools.partial(_served, "two-lifetimes", partial=True)),
+]
+"""The cache that serves, jitted, by policy: printed when asked for by `--rows`, because a table with it takes minutes."""
 
 
 class Measured(NamedTuple):
@@ -93,7 +109,7 @@ def show(trace: Trace, rows: Sequence[Row], pools: Sequence[float]) -> list[Meas
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a table for each trace; 2 if one cannot be read."""
     args = _parser().parse_args(argv)
-    rows = [row for row in ROWS if row.name in args.rows]
+    rows = [row for row in (*ROWS, *SERVED) if row.name in args.rows]
     figures: list[Measured] = []
     try:
         for trace in (read_trace(path, args.block_size) for path in args.traces):
@@ -121,8 +137,8 @@ def _pools(text: str) -> list[float]:
 
 def _rows(text: str) -> list[str]:
     names = text.split(",")
-    if unknown := set(names) - {row.name for row in ROWS}:
-        known = ", ".join(row.name for row in ROWS)
+    if unknown := set(names) - {row.name for row in (*ROWS, *SERVED)}:
+        known = ", ".join(row.name for row in (*ROWS, *SERVED))
         raise argparse.ArgumentTypeError(f"no row is called {', '.join(sorted(unknown))}; there are {known}")
     return names
 
@@ -133,6 +149,11 @@ def _parser() -> argparse.ArgumentParser:
     add("traces", nargs="+", type=Path, metavar="TRACE.jsonl", help="a trace in Mooncake's format")
     add("--pools", type=_pools, default="0.05,0.1,0.25,0.5,1.0", help="pool sizes as fractions of the working set (%(default)s)")
     add("--block-size", type=int, default=TRACE_BLOCK, help="tokens per block, a divisor of 512 (%(default)s)")
-    add("--rows", type=_rows, default=",".join(row.name for row in ROWS), help="rows to print (%(default)s)")
+    add(
+        "--rows",
+        type=_rows,
+        default=",".join(row.name for row in ROWS),
+        help=f"rows to print (%(default)s); also {', '.join(row.name for row in SERVED)}",
+    )
     add("--json", type=Path, metavar="FILE", help="also write the figures as a flat list")
     return parser
