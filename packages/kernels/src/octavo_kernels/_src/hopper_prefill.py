@@ -298,22 +298,10 @@ def _step(
     oldest = jnp.int32(0) if config.window is None else jnp.maximum(s.position + 1 - config.window, 0)
 
     plgpu.barrier_wait(at["k_full"].at[stage])
-    if config.take_turns:
-        scores = mosaic.product(queries, mosaic.transposed(at["k"].at[stage]), shape, meanwhile=lambda: _turn(at))
-    else:
-        scores = mosaic.product(queries, mosaic.transposed(at["k"].at[stage]), shape)
+    meanwhile = functools.partial(_turn, at) if config.take_turns else None
+    scores = mosaic.product(queries, mosaic.transposed(at["k"].at[stage]), shape, meanwhile=meanwhile)
     plgpu.barrier_arrive(at["k_free"].at[stage])
-    if config.soft_cap is None:
-        scores = scores * (config.scale * LOG2E)
-    else:
-        scores = jnp.tanh(scores * (config.scale / config.soft_cap)) * (config.soft_cap * LOG2E)
-    if masked:
-        query = s.position + lax.div(mosaic.index(shape, 0) + wg * WARPGROUP_ROWS, jnp.int32(config.group))
-        token = mosaic.index(shape, 1) + ahead
-        visible = token <= query
-        if config.window is not None:
-            visible = visible & (token > query - config.window)
-        scores = jnp.where(visible & (token < s.steps.context), scores, MASKED)
+    scores = _logits(config, s, scores, ahead, masked=masked)
     new_top = jnp.maximum(top, scores.max(axis=1))
     fade = jnp.exp2(top - new_top)
     weights = jnp.exp2(scores - mosaic.down(new_top, shape))
@@ -332,6 +320,22 @@ def _step(
     acc = mosaic.weighted_sum(acc, low, at["v"].at[stage], spill, interpreted=config.interpreted)
     plgpu.barrier_arrive(at["v_free"].at[stage])
     return acc, new_top, total
+
+
+def _logits(config: PrefillConfig, s: _Item, scores: jax.Array, ahead: jax.Array, *, masked: bool) -> jax.Array:
+    """Scaled and capped products in units of log 2, hidden ones masked."""
+    if config.soft_cap is None:
+        scores = scores * (config.scale * LOG2E)
+    else:
+        scores = jnp.tanh(scores * (config.scale / config.soft_cap)) * (config.soft_cap * LOG2E)
+    if masked:
+        query = s.position + lax.div(mosaic.index(scores.shape, 0) + lax.axis_index("wg") * WARPGROUP_ROWS, jnp.int32(config.group))
+        token = mosaic.index(scores.shape, 1) + ahead
+        visible = token <= query
+        if config.window is not None:
+            visible = visible & (token > query - config.window)
+        scores = jnp.where(visible & (token < s.steps.context), scores, MASKED)
+    return scores
 
 
 def _clear(config: PrefillConfig, s: _Item, ahead: jax.Array, oldest: jax.Array, stage: jax.Array, at: dict[str, Any]) -> None:

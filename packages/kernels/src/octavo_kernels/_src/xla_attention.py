@@ -149,9 +149,7 @@ class XlaAttention:
                 return new_top, total * fade + weights.sum((1, 4)), acc * fade[..., None] + update
 
             trips = (jnp.max(seen_tile) + tile_tokens - 1) // tile_tokens
-            shape = (tile, kv_heads, lanes)
-            start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
-            _, total, acc = lax.fori_loop(0, trips, kv_tile, start)
+            _, total, acc = lax.fori_loop(0, trips, kv_tile, _nothing((tile, kv_heads, lanes), head_dim))
             return lax.dynamic_update_slice_in_dim(out, _normalise(acc, total)[:, :, :group], j * tile, 0)
 
         out = jnp.zeros((max(q.shape[0], tokens), kv_heads, group, head_dim))
@@ -189,26 +187,21 @@ class XlaAttention:
                 top, total, acc = state
                 ids = lax.dynamic_slice(table, (row, i * tile_blocks), (1, tile_blocks))[0]
                 index = _token_index(i, tile_blocks, k.shape[2])
-                k_tile = k.load(ids).astype(compute).transpose(1, 0, 2, 3).reshape(kv_heads, tile_tokens, head_dim)
-                v_tile = jnp.where((index < seen)[:, None, :, None], v.load(ids), 0.0).astype(compute)
-                v_tile = v_tile.transpose(1, 0, 2, 3).reshape(kv_heads, tile_tokens, head_dim)
+                live = (index < seen)[:, None]
+                k_tile = _by_head(k.load(ids).astype(compute))
+                v_tile = _by_head(jnp.where(live[..., None], v.load(ids), 0.0).astype(compute))
                 scores = jnp.einsum("kmd,ktd->kmt", q_tile, k_tile, preferred_element_type=jnp.float32)
-                scores = k.scaled(scores, lambda s: s[ids].transpose(1, 0, 2).reshape(kv_heads, 1, tile_tokens))
-                scores = jnp.where(index.reshape(-1) < limit[:, None], scores, MASKED)
+                scaled = k.scaled(scores, lambda s: _by_head(s[ids])[:, None])
+                scores = jnp.where(index.reshape(-1) < limit[:, None], scaled, MASKED)
                 new_top = jnp.maximum(top, scores.max(-1))
                 weights = jnp.exp(scores - new_top[..., None])
                 fade = jnp.exp(top - new_top)
-                live = (index < seen)[:, None]
-                scaled = v.scaled(
-                    weights, lambda s: jnp.where(live, s[ids], 0.0).transpose(1, 0, 2).reshape(kv_heads, 1, tile_tokens)
-                )
-                update = jnp.einsum("kmt,ktd->kmd", scaled.astype(compute), v_tile, preferred_element_type=jnp.float32)
+                shares = v.scaled(weights, lambda s: _by_head(jnp.where(live, s[ids], 0.0))[:, None]).astype(compute)
+                update = jnp.einsum("kmt,ktd->kmd", shares, v_tile, preferred_element_type=jnp.float32)
                 return new_top, total * fade + weights.sum(-1), acc * fade[..., None] + update
 
             trips = (jnp.minimum(position[0] + tile_q, seen) + tile_tokens - 1) // tile_tokens
-            shape = (kv_heads, group * tile_q)
-            start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
-            _, total, acc = lax.fori_loop(0, trips, kv_tile, start)
+            _, total, acc = lax.fori_loop(0, trips, kv_tile, _nothing((kv_heads, group * tile_q), head_dim))
             result = _normalise(acc, total).reshape(kv_heads, group, tile_q, head_dim).transpose(2, 0, 1, 3)
             return lax.dynamic_update_slice_in_dim(out, result, first + ahead, 0)
 
@@ -228,6 +221,11 @@ def _inside(table: Int32[Array, "rows max_blocks"], num_blocks: int) -> Int32[Ar
     return jnp.where((table >= 0) & (table < num_blocks), table, 0)
 
 
+def _by_head(x: Shaped[Array, "blocks kv_heads block_size *rest"]) -> Shaped[Array, "kv_heads tokens *rest"]:
+    """Consecutive blocks as one stretch of tokens for each KV head."""
+    return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+
+
 def _pad_to(x: Shaped[Array, "..."], axis: int, multiple: int) -> Shaped[Array, "..."]:
     short = -x.shape[axis] % multiple
     return jnp.pad(x, [(0, short if a == axis else 0) for a in range(x.ndim)]) if short else x
@@ -236,6 +234,11 @@ def _pad_to(x: Shaped[Array, "..."], axis: int, multiple: int) -> Shaped[Array, 
 def _token_index(tile: Int32[Array, ""], tile_blocks: int, block_size: int) -> Int32[Array, "tile_blocks block_size"]:
     first = tile * tile_blocks * block_size
     return first + jnp.arange(tile_blocks * block_size, dtype=jnp.int32).reshape(tile_blocks, block_size)
+
+
+def _nothing(shape: tuple[int, ...], head_dim: int) -> tuple[Float32[Array, "..."], Float32[Array, "..."], Float32[Array, "..."]]:
+    """Maximum, sum of weights and weighted sum before any token."""
+    return jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim))
 
 
 def _normalise(acc: Float32[Array, "... head_dim"], total: Float32[Array, "..."]) -> Float32[Array, "... head_dim"]:
