@@ -18,10 +18,11 @@ from octavo_core.testing import attention
 
 plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
 
-from octavo_kernels._src.hopper_attention import HopperAttention, HopperChoices  # noqa: E402
+from octavo_kernels._src.hopper_attention import HopperAttention  # noqa: E402
 from octavo_kernels._src.hopper_decode import DecodeConfig, partial_results, share_out  # noqa: E402
 from octavo_kernels._src.hopper_merge import merge  # noqa: E402
 from octavo_kernels._src.hopper_prefill import PrefillConfig, cut, prefill  # noqa: E402
+from octavo_kernels._src.hopper_tuning import HopperChoices  # noqa: E402
 from octavo_kernels.cases import HOPPER_CASES  # noqa: E402
 
 Parameters = getattr(plgpu, "InterpretParams", None) or getattr(plgpu, "InterpretGPUParams", None)

@@ -13,10 +13,8 @@ from octavo_core.seams import AttentionBatch
 
 pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
 
-from octavo_kernels._src.hopper_attention import HEAD_DIMS, HopperChoices, configs
 from octavo_kernels._src.hopper_decode import DecodeConfig, share_out
 from octavo_kernels._src.hopper_prefill import PrefillConfig, cut
-from octavo_kernels._src.mosaic import MAX_SMEM_BYTES
 from octavo_kernels.cases import SPEED_CASES
 
 ROWS = 6
@@ -100,16 +98,6 @@ def test_every_token_of_a_long_row_has_one_place_in_one_tile(long: list[tuple[in
             flat += 1
     ends = [position + queries for _, position, queries, _, _ in about[:count].tolist()]
     assert ends == sorted(ends, reverse=True)
-
-
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("block_size", [16, 32, 64])
-@pytest.mark.parametrize("group", [1, 3, 4, 8, 12, 64])
-def test_every_shipped_configuration_fits_a_multiprocessor(head_dim: int, block_size: int, group: int) -> None:
-    for config in configs(group, (1, 8, block_size, head_dim), 1.0, HopperChoices()):
-        assert config.smem_bytes() <= MAX_SMEM_BYTES
-        assert config.tile_kv % block_size == 0
-        assert config.stages % 2 == 0 or isinstance(config, PrefillConfig)
 
 
 def test_names_of_measured_cases_are_unique() -> None:

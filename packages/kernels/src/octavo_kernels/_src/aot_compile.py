@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from octavo_core.seams import AttentionBatch
-from octavo_kernels._src.hopper_attention import configs
 from octavo_kernels._src.hopper_decode import partial_results, share_out
 from octavo_kernels._src.hopper_merge import merge
 from octavo_kernels._src.hopper_prefill import cut, prefill
+from octavo_kernels._src.hopper_tuning import configs
 from octavo_kernels._src.mosaic import MAX_SMEM_BYTES
 
 ARCH: Final = "sm_90a"

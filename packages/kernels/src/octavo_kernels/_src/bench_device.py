@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,8 +16,8 @@ from octavo_core.testing.attention import check_dropped_writes, check_moved_bloc
 from octavo_kernels._src.bench_profile import kernel_times_us
 from octavo_kernels._src.bench_report import Report
 from octavo_kernels._src.bench_steps import Step, check_sample, make_step, median_s
-from octavo_kernels._src.hopper_attention import HopperAttention, HopperChoices, configs
-from octavo_kernels._src.mosaic import MAX_SMEM_BYTES
+from octavo_kernels._src.hopper_attention import HopperAttention
+from octavo_kernels._src.hopper_tuning import HopperChoices, candidates
 from octavo_kernels.cases import HOPPER_CASES, QUICK, SPEED_CASES, SpeedCase
 
 LAYERS = 8
@@ -128,19 +127,9 @@ def _add_times(report: Report, name: str, case: SpeedCase, seconds: float, copy:
 
 
 def _sweep(case: SpeedCase) -> dict[str, HopperChoices]:
-    """Every configuration that fits shared memory."""
-    found = {}
+    """Every configuration that can launch."""
     pool = (1, case.kv_heads, case.block_size, case.head_dim)
-    is_decode = case.name.startswith("decode")
-    for tile, stages, turns in itertools.product((64, 128), (2, 3, 4, 6, 8), (True,) if is_decode else (True, False)):
-        if is_decode:
-            choice = HopperChoices(decode_tile_kv=tile, decode_stages=stages)
-        else:
-            choice = HopperChoices(prefill_tile_kv=tile, prefill_stages=stages, take_turns=turns)
-        config = configs(case.q_heads // case.kv_heads, pool, 1.0, choice)[0 if is_decode else 1]
-        if config.smem_bytes() <= MAX_SMEM_BYTES and (not is_decode or stages % 2 == 0):
-            found[f"/tile_kv={tile}/stages={stages}" + ("" if is_decode else f"/take_turns={turns}")] = choice
-    return found
+    return dict(candidates(case.q_heads // case.kv_heads, pool, "decode" if case.name.startswith("decode") else "prefill"))
 
 
 def _time_others(report: Report, case: SpeedCase, copy: float, rounds: int) -> None:

@@ -5,42 +5,24 @@ Knows what the kernels can serve and which configuration they get. Knows nothing
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Final, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Int32, UInt8
 
 from octavo_core.seams import AttentionBatch
 from octavo_core.specs import KVGroupSpec
-from octavo_kernels._src.hopper import MULTIPROCESSORS, multiprocessors, require_hopper
+from octavo_kernels._src.hopper import multiprocessors, require_hopper
 from octavo_kernels._src.hopper_decode import DecodeConfig, partial_results, share_out
 from octavo_kernels._src.hopper_merge import merge
-from octavo_kernels._src.hopper_prefill import PrefillConfig, cut, prefill
+from octavo_kernels._src.hopper_prefill import cut, prefill
+from octavo_kernels._src.hopper_tuning import HopperChoices, configs
 from octavo_kernels._src.pools import Pools, gather_blocks, new_pools, scatter_blocks, write_pools
 
 HEAD_DIMS: Final = (64, 128)
 BLOCK_SIZES: Final = (16, 32, 64)
 MAX_GROUP: Final = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class HopperChoices:
-    """What may be tuned; None is the heuristic's choice.
-
-    Attributes:
-        num_ctas: Thread blocks of a kernel; the device's multiprocessors unless given.
-        decode_tile_kv, decode_stages: KV tokens of a decode step, steps in shared memory.
-        prefill_tile_kv, prefill_stages: The same of a prefill step.
-        take_turns: Whether the compute warpgroups of prefill alternate between matrix units and softmax.
-    """
-
-    num_ctas: int | None = None
-    decode_tile_kv: int | None = None
-    decode_stages: int | None = None
-    prefill_tile_kv: int | None = None
-    prefill_stages: int | None = None
-    take_turns: bool = True
 
 
 class HopperAttention:
@@ -57,11 +39,11 @@ class HopperAttention:
     layout_id: str = "hopper-bhsd-1"
 
     def __init__(self, *, choices: HopperChoices | None = None, interpret: Any = None) -> None:
-        choices = choices or HopperChoices()
+        self._choices, self._device_kind = choices or HopperChoices(), ""
         if interpret is None:
             require_hopper()
-            choices = dataclasses.replace(choices, num_ctas=choices.num_ctas or multiprocessors())
-        self._choices = choices
+            self._choices = self._choices.over(HopperChoices(num_ctas=multiprocessors()))
+            self._device_kind = jax.devices()[0].device_kind
         self._interpret = interpret
 
     def init_kv(self, spec: KVGroupSpec, num_blocks: int) -> Pools:
@@ -106,7 +88,9 @@ class HopperAttention:
         if group > MAX_GROUP:
             raise NotImplementedError(f"hopper attention serves at most {MAX_GROUP} query heads to a KV head, these are {group}")
         low = q.astype(jnp.bfloat16)
-        decode, long = configs(group, k.shape, scale, self._choices, interpreted=self._interpret is not None)
+        decode, long = configs(
+            group, k.shape, scale, self._choices, device_kind=self._device_kind, interpreted=self._interpret is not None
+        )
         low = q.astype(jnp.bfloat16).reshape(len(q), k.shape[1], group, q.shape[2])
         rows = _token_rows(batch, len(q))
         out = self._decode(low, k, v, rows, decode)
@@ -132,39 +116,6 @@ class HopperAttention:
     def scatter(self, kv: Pools, block_ids: Int32[Array, " ids"], data: UInt8[Array, "ids block_bytes"]) -> Pools:
         """The inverse of `gather`; id −1 stores nothing."""
         return scatter_blocks(kv, block_ids, data)
-
-
-def configs(
-    group: int, pool: tuple[int, ...], scale: float, choices: HopperChoices | None = None, *, interpreted: bool = False
-) -> tuple[DecodeConfig, PrefillConfig]:
-    """What the kernels are compiled for, for pools of a shape.
-
-    Args:
-        group: Query heads to a KV head.
-        pool: [blocks, kv_heads, block_size, head_dim].
-        scale: Of the scores.
-        choices: Where they differ from the heuristic.
-        interpreted: For the interpreter.
-    """
-    _, kv_heads, block_size, head_dim = pool
-    chosen, is_small = choices or HopperChoices(), head_dim <= 64
-    shape: dict[str, Any] = {
-        "group": group,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "block_size": block_size,
-        "scale": scale,
-        "num_ctas": chosen.num_ctas or MULTIPROCESSORS,
-        "interpreted": interpreted,
-    }
-    decode = DecodeConfig(**shape, tile_kv=chosen.decode_tile_kv or 64, stages=chosen.decode_stages or (6 if is_small else 4))
-    long = PrefillConfig(
-        **shape,
-        tile_kv=chosen.prefill_tile_kv or 128,
-        stages=chosen.prefill_stages or (4 if is_small else 2),
-        take_turns=chosen.take_turns,
-    )
-    return decode, long
 
 
 class _Rows(NamedTuple):

@@ -1,0 +1,68 @@
+"""The configurations the Hopper kernels get: they launch, and where a device was measured, nothing measured was faster."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
+
+from octavo_kernels._src.hopper_attention import BLOCK_SIZES, HEAD_DIMS
+from octavo_kernels._src.hopper_prefill import PrefillConfig
+from octavo_kernels._src.hopper_tuning import HopperChoices, _table, candidates, configs
+from octavo_kernels._src.mosaic import MAX_SMEM_BYTES
+from octavo_kernels.cases import SPEED_CASES, SpeedCase
+
+SWEEP = Path(__file__).parents[1] / "bench_results" / "h200-sweep.json"
+NOISE = 1.02
+"""Two runs of one configuration differ by as much."""
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 12, 64])
+@pytest.mark.parametrize("device", ["", "NVIDIA H200"])
+def test_every_shipped_configuration_fits_a_multiprocessor(head_dim: int, block_size: int, group: int, device: str) -> None:
+    for config in configs(group, (1, 8, block_size, head_dim), 1.0, device_kind=device):
+        assert config.smem_bytes() <= MAX_SMEM_BYTES
+        assert config.tile_kv % block_size == 0
+        assert config.stages % 2 == 0 or isinstance(config, PrefillConfig)
+
+
+def test_what_is_asked_for_wins_over_the_table_and_the_table_over_the_heuristic() -> None:
+    pool = (1, 8, 32, 64)
+    assert configs(4, pool, 1.0, HopperChoices(decode_stages=2), device_kind="NVIDIA H200")[0].stages == 2
+    assert configs(4, pool, 1.0, device_kind="NVIDIA H200")[0].stages == _table()["NVIDIA H200"][64].decode_stages
+    assert configs(4, pool, 1.0, HopperChoices(take_turns=False))[1].take_turns is False
+    assert configs(4, (1, 8, 32, 128), 1.0, device_kind="a device nobody measured")[0].stages == 4
+
+
+def test_nothing_that_cannot_launch_is_proposed() -> None:
+    proposed = [choice for _, choice in candidates(4, (1, 8, 32, 128), "decode")]
+    assert proposed
+    assert all(configs(4, (1, 8, 32, 128), 1.0, choice)[0].smem_bytes() <= MAX_SMEM_BYTES for choice in proposed)
+    assert HopperChoices(decode_tile_kv=128, decode_stages=8) not in proposed
+
+
+@pytest.mark.skipif(not SWEEP.exists(), reason="bench_results is not part of the installed package")
+def test_the_table_of_the_h200_names_the_fastest_of_the_sweep() -> None:
+    times = {item["name"]: item["value"] for item in json.loads(SWEEP.read_text()) if item["name"].endswith("/hopper/time")}
+    checked = 0
+    for case in SPEED_CASES:
+        label = re.compile(re.escape(case.name) + r"(/tile_kv=\d+/stages=\d+(/take_turns=(True|False))?)/hopper/time")
+        found = {match[1]: value for name, value in times.items() if (match := label.fullmatch(name))}
+        if len(found) > 1:
+            assert found[_label(case)] <= NOISE * min(found.values()), case.name
+            checked += 1
+    assert checked == 4
+
+
+def _label(case: SpeedCase) -> str:
+    pool = (1, case.kv_heads, case.block_size, case.head_dim)
+    decode, long = configs(case.q_heads // case.kv_heads, pool, 1.0, device_kind="NVIDIA H200")
+    if case.name.startswith("decode"):
+        return f"/tile_kv={decode.tile_kv}/stages={decode.stages}"
+    return f"/tile_kv={long.tile_kv}/stages={long.stages}/take_turns={long.take_turns}"
