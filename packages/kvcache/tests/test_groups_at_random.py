@@ -20,12 +20,12 @@ pytestmark = pytest.mark.slow
 
 BS, ROWS, MOST = 2, 3, 5
 SPECS = {
-    "full and window": CacheSpec((10, 8), BS, ROWS, MOST, ("full", "window"), (0, 3)),
-    "full and long window": CacheSpec((12, 9), BS, ROWS, MOST, ("full", "window"), (0, 4)),
-    "full and state": CacheSpec((10, 9), BS, ROWS, MOST, ("full", "state")),
-    "latent, window and state": CacheSpec((12, 9, 10), BS, ROWS, MOST, ("latent", "window", "state"), (0, 2, 0)),
-    "window": CacheSpec((8,), BS, ROWS, MOST, ("window",), (3,)),
-    "window and state": CacheSpec((9, 9), BS, ROWS, MOST, ("window", "state"), (1, 0)),
+    "full and window": CacheSpec((14, 6), BS, ROWS, MOST, ("full", "window"), (0, 3)),
+    "full and long window": CacheSpec((14, 7), BS, ROWS, MOST, ("full", "window"), (0, 4)),
+    "full and state": CacheSpec((14, 6), BS, ROWS, MOST, ("full", "state")),
+    "latent, window and state": CacheSpec((14, 7, 6), BS, ROWS, MOST, ("latent", "window", "state"), (0, 2, 0)),
+    "window": CacheSpec((6,), BS, ROWS, MOST, ("window",), (3,)),
+    "window and state": CacheSpec((6, 7), BS, ROWS, MOST, ("window", "state"), (1, 0)),
 }
 TOKENS = st.lists(st.integers(0, 1), max_size=BS * MOST)
 MASK = st.lists(st.booleans(), min_size=ROWS, max_size=ROWS)
