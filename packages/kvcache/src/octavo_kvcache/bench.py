@@ -12,8 +12,10 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import jax
@@ -183,9 +185,9 @@ def _pretend(radix: kv.RadixState, changed: Sequence[str]) -> kv.RadixState:
 
 
 def bench_lease(report: Report, filled: Filled, budget_s: float) -> None:
-    """Lease a path of 1,024 blocks and release it again, in one call."""
-    ids = filled.ids[5]
-    gens = np.asarray(kv.handle(filled.radix, jnp.asarray(ids)))
+    """Lease a path of 1,024 blocks, as a match answered it, and release it again, in one call."""
+    ids = jnp.asarray(filled.ids[5])
+    gens = kv.handle(filled.radix, ids)
 
     def both(radix: kv.RadixState, ids: Any, gens: Any) -> Any:
         radix, leased = kv.lease(radix, ids, gens)
@@ -204,20 +206,19 @@ def bench_lease(report: Report, filled: Filled, budget_s: float) -> None:
 
 
 def bench_evict(report: Report, filled: Filled, budget_s: float) -> None:
-    """Evict the 1,024 blocks that were used longest ago; the tree is copied before each call, untimed."""
-    copy = jax.jit(lambda radix: jax.tree.map(jnp.copy, radix))
-    kept = jax.block_until_ready(copy(filled.radix))
+    """Evict the 1,024 blocks that were used longest ago; what that changes is put back after each call, untimed."""
+    changed = ("slot", "index_block", "free", "removed", "counters")
+    kept = {name: np.array(getattr(filled.radix, name)) for name in changed}
 
     def evict(radix: kv.RadixState) -> Any:
         radix = EVICT(radix, jnp.int32(LONG), LeastRecentlyUsed(), batch=LONG)
         return radix, radix.read().num_free
 
     def nothing(radix: kv.RadixState) -> Any:
-        changed = ("slot", "index_block", "free", "removed", "counters")
         return _pretend(radix, changed), radix.counters[0]
 
     def undo(*_: Any) -> None:
-        filled.radix = jax.block_until_ready(copy(kept))
+        filled.radix = filled.radix._replace(**{name: jnp.array(value) for name, value in kept.items()})
 
     report.take("evict_1024", time_changes(filled, kv.InPlace(evict), tuple, undo, budget_s))
     report.take("evict_1024_floor", time_changes(filled, kv.InPlace(nothing), tuple, undo, budget_s / 3))
@@ -236,15 +237,17 @@ def bench_size(report: Report, filled: Filled) -> None:
 
 def bench_baselines(report: Report, budget_s: float) -> None:
     """The same match by other designs, from a list of ints (which is what they hash), in the same run."""
-    try:
-        baselines = importlib.import_module("octavo_tools.prefix_baselines")
-    except ImportError:
-        print("baselines: octavo_tools is not importable; they run in the workspace only")
+    tools = Path(__file__).parents[4] / "tools"  # beside packages/ in the workspace; an installed wheel has none
+    if not (tools / "octavo_tools").is_dir():
+        print("baselines: they are in the workspace's tools/ and run there only")
         return
+    sys.path.append(str(tools))
+    baselines = importlib.import_module("octavo_tools.prefix_baselines")
     ours = {figure.name: figure.value for figure in report.figures}
     medians = baselines.time_all(num_blocks=POOL, prompt_blocks=LONG, block_size=BLOCK_SIZE, repeats=20 if budget_s < 1 else 100)
     for name, median_us in medians.items():
-        name = name.replace("radix_page_1", "radix")
+        # SGLang's tree compares tokens one by one; with slices in place of its loop it is faster than it is.
+        name = {"radix_page_1_loop": "radix", "radix_page_1": "radix_by_slices"}.get(name, name)
         report.add(f"baseline_match_32768_{name}", median_us, "us")
         report.add(
             f"speedup_match_32768_{name}", median_us / ours["match_32768"], "x", note="ours from an array, theirs from a list"

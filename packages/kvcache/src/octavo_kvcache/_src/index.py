@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from octavo_kvcache._src.scan import prefix_sum
+from octavo_kvcache._src.scan import count_true, first_true, prefix_sum
 from octavo_kvcache._src.state import UNINDEXED, WAYS, RadixState
 
 
@@ -47,10 +47,11 @@ def room(
 ) -> tuple[Bool[Array, " keys"], Int32[Array, " keys"]]:
     """Which of the `new` keys fit in their buckets, and their ways; keys of one bucket get different ways, in order."""
     peers = (bucket[:, None] == bucket[None, :]) & new[None, :]
-    rank = jnp.sum(jnp.tril(peers, -1), axis=1)
+    rank = count_true(jnp.tril(peers, -1))
     vacant = radix.index_block[bucket] == 0
     chosen = vacant & (prefix_sum(vacant.astype(jnp.int32)) == rank[:, None] + 1)
-    return new & jnp.any(chosen, axis=1), jnp.argmax(chosen, axis=1).astype(jnp.int32)
+    way = first_true(chosen)
+    return new & (way < WAYS), jnp.minimum(way, WAYS - 1)
 
 
 def enter(

@@ -8,14 +8,17 @@ could never be found. Knows no sequences: callers move their leases to the canon
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from octavo_kvcache._src import index, keys, pool
+from octavo_kvcache._src.scan import first_true
 from octavo_kvcache._src.state import RadixState, Side
+
+T = TypeVar("T")
 
 
 class Work(NamedTuple):
@@ -74,25 +77,30 @@ def judge(radix: RadixState, work: Work) -> Verdict:
     found = index.probe(radix, bucket, tag, work.tokens, work.namespace)
     before = jnp.where(begins, work.base, jnp.roll(found.block, 1))
     same = found.same & (radix.parent[found.block] == before) & _is_own(radix, work, found.block)
-    known = ~_from_first(work, ~(work.live & same))
+    known = _settled(~_from_first(work, ~(work.live & same)))
     fresh = work.live & ~known
 
     # The first fresh entry under the same bucket and tag is the one that may be filed.
     alike = (bucket[:, None] == bucket) & (tag[:, None] == tag) & fresh
-    leader = jnp.where(fresh, jnp.argmax(alike, axis=1), j).astype(jnp.int32)
-    block = jnp.where(known, found.block, work.own[leader])
+    leader = _settled(jnp.where(fresh, jnp.minimum(first_true(alike), j), j))
+    block = _settled(jnp.where(known, found.block, work.own[leader]))
     parent = jnp.where(begins, work.base, jnp.roll(block, 1))
     equal = (
         _is_own(radix, work, work.own[leader])
         & jnp.all(work.tokens == work.tokens[leader], axis=1)
         & jnp.all(work.namespace == work.namespace[leader], axis=1)
     )
-    fits, way = index.room(radix, bucket, fresh & (leader == j) & (found.block == 0))
+    fits, way = _settled(index.room(radix, bucket, fresh & (leader == j) & (found.block == 0)))
     alien = begins & (work.base > 0) & ~_is_own(radix, work, work.base)
-    failed = fresh & (alien | jnp.where(leader == j, ~fits, ~equal | (parent != parent[leader])))
+    failed = _settled(fresh & (alien | jnp.where(leader == j, ~fits, ~equal | (parent != parent[leader]))))
     failed = _spread(work, failed, leader)
     done = work.live & ~failed
     return Verdict(done, done & fresh & (leader == j), known, block, parent, bucket, tag, way)
+
+
+def _settled(value: T) -> T:
+    """The same value, computed once: XLA would compute it again in every loop over pairs of entries that uses it."""
+    return cast(T, lax.optimization_barrier(value))
 
 
 def _is_own(radix: RadixState, work: Work, block: Int32[Array, " work"]) -> Bool[Array, " work"]:
@@ -134,7 +142,7 @@ def file(radix: RadixState, work: Work, verdict: Verdict) -> RadixState:
 def _is_first(verdict: Verdict) -> Bool[Array, " work"]:
     """Whether no earlier known entry has the same block, so that two sequences meeting an idle block count it once."""
     same = (verdict.block[:, None] == verdict.block) & verdict.known
-    return jnp.argmax(same, axis=1) == jnp.arange(verdict.block.shape[0])
+    return first_true(same) == jnp.arange(verdict.block.shape[0])
 
 
 def _enter(radix: RadixState, work: Work, verdict: Verdict) -> RadixState:

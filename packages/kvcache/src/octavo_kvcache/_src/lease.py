@@ -21,6 +21,7 @@ from octavo_kvcache._src.insert import Verdict, Work, file, judge, run_keys
 from octavo_kvcache._src.match import Match
 from octavo_kvcache._src.policy import EvictionPolicy, LeastRecentlyUsed
 from octavo_kvcache._src.release import end_leases, tick, touch
+from octavo_kvcache._src.scan import first_true
 from octavo_kvcache._src.state import HOLD, WAYS, RadixState
 
 STALE: Final = 2
@@ -132,7 +133,7 @@ def _is_end(on_path: Bool[Array, " ids"]) -> Bool[Array, " ids"]:
 def _repeats(counted: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> Bool[Array, " ids"]:
     """Which of the `counted` entries name a block that an earlier one names."""
     same = (block[:, None] == block) & counted & counted[:, None]
-    return counted & (jnp.argmax(same, axis=1) < jnp.arange(block.shape[0]))
+    return counted & (first_true(same) < jnp.arange(block.shape[0]))
 
 
 def _inside(radix: RadixState, block_ids: Int32[Array, "*ids"]) -> tuple[Bool[Array, "*ids"], Int32[Array, "*ids"]]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int32, UInt32
 
 from octavo_kvcache._src import index, keys
 from octavo_kvcache._src.checks import check_array, check_prompt
-from octavo_kvcache._src.scan import some_set
+from octavo_kvcache._src.scan import first_true, some_set
 from octavo_kvcache._src.state import RadixState
 
 _CHILDREN: Final = 64
@@ -75,7 +75,7 @@ def match(
     found = index.probe(radix, bucket, tag, blocks, jnp.broadcast_to(namespace, key.shape))
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), found.block[:-1]])
     good = found.same & (radix.parent[found.block] == before) & ((position + 1) * block_size <= length)
-    count = jnp.where(jnp.all(good), blocks.shape[0], jnp.argmin(good)).astype(jnp.int32)
+    count = first_true(~good)
     count = _end_in_reach(radix, count, found.block, reach)
     block = jnp.where(position < count, found.block, 0)
     chain = jnp.where(count > 0, key[jnp.maximum(count - 1, 0)], root)
@@ -119,7 +119,7 @@ def match_tail(
     candidate, count = some_set(child & (start < length), min(_CHILDREN, child.shape[0]))
     differs = (radix.tokens[candidate] != wanted) | (start + np.arange(block_size) >= length)
     differs |= jnp.any(radix.namespace[candidate] != namespace, axis=1)[:, None]
-    common = jnp.where(jnp.any(differs, axis=1), jnp.argmax(differs, axis=1), block_size - 1).astype(jnp.int32)
+    common = jnp.minimum(first_true(differs), block_size - 1)
     common = jnp.where(jnp.arange(candidate.shape[0]) < count, common, 0)
     best = jnp.argmax(common)
     return Tail(jnp.where(common[best] > 0, candidate[best], 0), common[best])

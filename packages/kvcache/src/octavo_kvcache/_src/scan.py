@@ -33,6 +33,17 @@ def prefix_sum(x: Any) -> Any:
     return (within + before[..., None]).reshape(*x.shape[:-1], -1)[..., :n]
 
 
+def first_true(mask: Bool[Array, "*n last"]) -> Int32[Array, "*n"]:
+    """Index of the first true entry along the last axis, its length where there is none. A plain minimum: `argmax` reduces pairs, slowly."""
+    n = mask.shape[-1]
+    return jnp.min(jnp.where(mask, np.arange(n, dtype=np.int32), np.int32(n)), axis=-1)
+
+
+def count_true(mask: Bool[Array, "*n last"]) -> Int32[Array, "*n"]:
+    """True entries along a short last axis, as an integer product."""
+    return mask.astype(jnp.int32) @ np.ones(mask.shape[-1], np.int32)
+
+
 def rank_in(end: Int32[Array, " runs"], j: Int32[Array, " items"]) -> Int32[Array, " items"]:
     """The run each item falls in, where run `r` covers `end[r-1] <= j < end[r]`; the number of runs for items beyond the last."""
     return jnp.sum(end <= j[:, None], axis=1, dtype=jnp.int32)
