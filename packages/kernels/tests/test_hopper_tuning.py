@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -30,6 +31,12 @@ def test_every_shipped_configuration_fits_a_multiprocessor(head_dim: int, block_
         assert config.smem_bytes() <= MAX_SMEM_BYTES
         assert config.tile_kv % block_size == 0
         assert config.stages % 2 == 0 or isinstance(config, PrefillConfig)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_interpreted_kernels_get_the_configuration_that_ships(head_dim: int) -> None:
+    shipped, interpreted = (configs(4, (1, 8, 32, head_dim), 1.0, interpreted=flag) for flag in (False, True))
+    assert interpreted == tuple(dataclasses.replace(config, interpreted=True) for config in shipped)
 
 
 def test_what_is_asked_for_wins_over_the_table_and_the_table_over_the_heuristic() -> None:

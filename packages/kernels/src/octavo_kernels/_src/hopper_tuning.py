@@ -106,9 +106,9 @@ def _most_stages(config: Any) -> Any:
 
 
 def _can_launch(config: DecodeConfig | PrefillConfig) -> bool:
-    """Fits shared memory; decode's compute warpgroups take turns, so its stages are even."""
+    """Fits shared memory as it ships; decode's compute warpgroups take turns, so its stages are even."""
     is_even = config.stages % 2 == 0 or isinstance(config, PrefillConfig)
-    return is_even and config.smem_bytes() <= MAX_SMEM_BYTES
+    return is_even and dataclasses.replace(config, interpreted=False).smem_bytes() <= MAX_SMEM_BYTES
 
 
 @functools.cache
