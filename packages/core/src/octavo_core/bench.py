@@ -91,7 +91,7 @@ class Report:
         goals: Bound of a figure's value by name; a note says on which side it lies. Units `us` and `B` want less, others more.
     """
 
-    def __init__(self, title: str, goals: Mapping[str, float] | None = None) -> None:
+    def __init__(self, title: str, goals: Mapping[str, int | float] | None = None) -> None:
         self.figures: list[Figure] = []
         self._goals = goals or {}
         print(f"{title}\n{describe_machine()}\n")
@@ -101,8 +101,7 @@ class Report:
         """Take in and print a figure."""
         self.figures.append(Figure(name, value, unit, n, note))
         goal = self._goals.get(name)
-        wants_less = unit in ("us", "B")
-        met = "" if goal is None else f"{'<=' if wants_less else '>='} {goal:g}{'' if (value <= goal) == wants_less else ' !'}"
+        met = "" if goal is None else _goal(value, goal, wants_less=unit in ("us", "B"))
         print(f"{name:<34}{value:>12.1f} {unit:<6}{n:>7}  {met:<10} {note}", flush=True)
 
     def time(self, name: str, call: Callable[[], object], *, budget_s: float, note: str = "") -> Timing:
@@ -119,6 +118,12 @@ class Report:
         if path is not None:
             rows = [{"name": f.name, "value": f.value, "unit": f.unit, "n": f.n} for f in self.figures]
             path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _goal(value: float, goal: float, *, wants_less: bool) -> str:
+    """The goal as the table shows it, with a mark where it is missed."""
+    sign, met = ("<=", value <= goal) if wants_less else (">=", value >= goal)
+    return f"{sign} {goal:g}{'' if met else ' !'}"
 
 
 def describe_machine() -> str:
