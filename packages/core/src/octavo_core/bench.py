@@ -97,9 +97,9 @@ class Report:
         print(f"{title}\n{describe_machine()}\n")
         print(f"{'name':<34}{'value':>12} {'unit':<6}{'n':>7}  {'goal':<10} note")
 
-    def add(self, name: str, value: float, unit: str, n: int = 1, note: str = "") -> None:
+    def add(self, name: str, value: int | float, unit: str, n: int = 1, note: str = "") -> None:
         """Take in and print a figure."""
-        self.figures.append(Figure(name, value, unit, n, note))
+        self.figures.append(Figure(name, float(value), unit, n, note))
         goal = self._goals.get(name)
         met = "" if goal is None else _goal(value, goal, wants_less=unit in ("us", "B"))
         print(f"{name:<34}{value:>12.1f} {unit:<6}{n:>7}  {met:<10} {note}", flush=True)
@@ -120,7 +120,7 @@ class Report:
             path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def _goal(value: float, goal: float, *, wants_less: bool) -> str:
+def _goal(value: int | float, goal: int | float, *, wants_less: bool) -> str:
     """The goal as the table shows it, with a mark where it is missed."""
     sign, met = ("<=", value <= goal) if wants_less else (">=", value >= goal)
     return f"{sign} {goal:g}{'' if met else ' !'}"
