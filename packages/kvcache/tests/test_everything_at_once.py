@@ -6,6 +6,7 @@ pin or a loan relies on must contain what it should.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ RANKS = st.lists(st.integers(0, 3), min_size=ROWS, max_size=ROWS)
 
 def machine_for(driver, model_module, quotas):
     tenants = st.integers(0, max(len(quotas) - 1, 0))
+    rank_of = jax.jit(lambda stamp, now: driver.object.policy.rank(stamp, now, 28))
 
     class Histories(RuleBasedStateMachine):
         @initialize()
@@ -85,7 +87,7 @@ def machine_for(driver, model_module, quotas):
 
         def order(self, radix):
             """Place of each prefix in the policy's order."""
-            rank = driver.object.policy.rank(jnp.asarray(radix.stamp), time_of(radix), 28)
+            rank = rank_of(jnp.asarray(radix.stamp), jax.tree.map(jnp.asarray, time_of(radix)))
             blocks = model_module.blocks_of(radix)
             return {p: (int(rank[b]), -int(radix.depth[b])) for p, b in blocks.items()}
 
