@@ -303,10 +303,10 @@ def padded(values) -> np.ndarray:
 @pytest.mark.parametrize("policy", ["two-lifetimes", "lru", "lfu", "fifo", "priority", "cost"])
 def test_a_random_history_agrees_with_the_model_under_each_policy(fresh_driver, model, search, policy):
     driver = fresh_driver(SPEC, max_commits=MAX_COMMITS, max_events=64, policy=policy, partial=True)
-    search(machine_for(driver, model, ()), examples=60, steps=15)
+    search(machine_for(driver, model, ()), examples=100, steps=12)
 
 
 @pytest.mark.parametrize("quotas", [(3, 4), (0, 9), (2, 0, 2)])
 def test_a_random_history_agrees_with_the_model_where_tenants_have_quotas(fresh_driver, model, search, quotas):
     driver = fresh_driver(SPEC, max_commits=MAX_COMMITS, max_events=64, quotas=quotas, partial=True)
-    search(machine_for(driver, model, quotas), examples=60, steps=15)
+    search(machine_for(driver, model, quotas), examples=100, steps=12)

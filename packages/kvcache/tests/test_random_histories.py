@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from octavo_core.specs import CacheSpec
 from octavo_kvcache._src import keys
@@ -214,18 +213,11 @@ def machine_for(driver, exact: bool) -> type[RuleBasedStateMachine]:
     return Histories
 
 
-def run(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> None:
-    quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much]
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=quiet)
-    )
+def test_random_histories_agree_with_a_dict_of_prefixes(fresh_driver, search):
+    search(machine_for(fresh_driver(SPEC, max_commits=MAX_COMMITS, max_events=64), exact=True), examples=40, steps=40)
 
 
-def test_random_histories_agree_with_a_dict_of_prefixes(fresh_driver):
-    run(machine_for(fresh_driver(SPEC, max_commits=MAX_COMMITS, max_events=64), exact=True), examples=40, steps=40)
-
-
-def test_colliding_keys_cost_hits_but_never_give_a_wrong_block(fresh_driver, monkeypatch):
+def test_colliding_keys_cost_hits_but_never_give_a_wrong_block(fresh_driver, search, monkeypatch):
     good = keys.address
 
     def poor(key, buckets):
@@ -233,4 +225,4 @@ def test_colliding_keys_cost_hits_but_never_give_a_wrong_block(fresh_driver, mon
         return bucket * 0, tag & np.uint32(3)
 
     monkeypatch.setattr(keys, "address", poor)
-    run(machine_for(fresh_driver(SPEC, max_commits=MAX_COMMITS, max_events=64), exact=False), examples=15, steps=30)
+    search(machine_for(fresh_driver(SPEC, max_commits=MAX_COMMITS, max_events=64), exact=False), examples=15, steps=30)

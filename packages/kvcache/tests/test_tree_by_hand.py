@@ -357,4 +357,4 @@ def as_names(found: Match) -> Names:
 def test_refused_calls_change_nothing_and_served_ones_agree_with_a_dict_of_prefixes(by_hand, search):
     looking = {name: jax.jit(getattr(octavo_kvcache, name)) for name in ("match", "match_tail", "is_current")}
     policy = octavo_kvcache.RadixCache(SPEC).policy
-    search(type("Histories", (Machine,), {"functions": by_hand(SPEC, policy) | looking}), examples=150, steps=20)
+    search(type("Histories", (Machine,), {"functions": by_hand(SPEC, policy) | looking}), examples=400, steps=12)
