@@ -7,16 +7,18 @@ from jaxtyping import install_import_hook
 with install_import_hook("octavo_kvcache", "beartype.beartype"):
     import octavo_kvcache
 
+import contextlib
 import importlib.util
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,6 +27,24 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from octavo_core.plan import CacheEvents
 from octavo_core.specs import CacheSpec
 from octavo_kvcache import RadixCache, audit
+
+
+@contextlib.contextmanager
+def unchecked_shapes() -> Iterator[None]:
+    """Annotations of shapes are not looked at, as where the package is installed."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def audited(state: Any, spec: CacheSpec) -> None:
+    """The books are right. Checking shapes takes longer than the audit; other tests run it with checks."""
+    with unchecked_shapes():
+        problems = audit(state, spec)
+    assert problems == [], "\n".join(problems)
+
 
 QUICK = {"xla_backend_optimization_level": 0}
 """Compiling takes longer than these tests run."""
@@ -60,8 +80,7 @@ class Driver:
 
     def audited(self) -> None:
         self.host = jax.device_get(self.state)
-        problems = audit(self.host, self.spec)
-        assert problems == [], "\n".join(problems)
+        audited(self.host, self.spec)
 
     def pad(self, tokens: Sequence[int]) -> np.ndarray:
         row = np.full(self.spec.max_len, -7, np.int32)
@@ -199,6 +218,19 @@ def drive() -> Callable[..., Driver]:
         return _DRIVERS[key]
 
     return make
+
+
+@pytest.fixture(name="audited")
+def audited_fixture() -> Callable[..., None]:
+    """An audit of a cache or of a tree alone that must find nothing."""
+    return audited
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """As installed: the annotations of shapes are checked in tests only, so what refuses is the package itself."""
+    with unchecked_shapes():
+        yield
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -18,14 +17,6 @@ from octavo_core.specs import CacheSpec
 SPEC = CacheSpec((12, 14), 2, 4, 6)
 CACHE = kv.RadixCache(SPEC)
 SPACE = np.zeros(2, np.uint32)
-
-
-@pytest.fixture
-def unchecked():
-    """As installed: the annotations of shapes are checked in tests only, so what refuses is the package itself."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @functools.cache

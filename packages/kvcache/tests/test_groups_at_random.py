@@ -272,4 +272,4 @@ def machine_for(driver):
 @pytest.mark.parametrize("name", list(SPECS))
 def test_a_random_history_finds_and_keeps_what_the_model_says(fresh_driver, search, name):
     driver = fresh_driver(SPECS[name], partial=True, max_commits=8, max_events=64)
-    search(machine_for(driver), examples=80, steps=10)
+    search(machine_for(driver), examples=30, steps=10)

@@ -11,13 +11,13 @@ import pytest
 import octavo_kvcache as kv
 from octavo_core.specs import CacheSpec
 
+pytestmark = pytest.mark.slow
+
 POOL, SIDE = 4096, 2048
 CACHES = {
     "full": kv.RadixCache(CacheSpec((POOL,), 16, 8, 32)),
-    "two groups": kv.RadixCache(CacheSpec((POOL, POOL), 16, 8, 32)),
     "quotas": kv.RadixCache(CacheSpec((POOL,), 16, 8, 32), quotas=(100, 200)),
-    "window": kv.RadixCache(CacheSpec((POOL, SIDE), 16, 8, 32, ("full", "window"), (0, 100))),
-    "state": kv.RadixCache(CacheSpec((POOL, SIDE), 16, 8, 32, ("full", "state"))),
+    "window and state": kv.RadixCache(CacheSpec((POOL, SIDE, SIDE), 16, 8, 32, ("full", "window", "state"), (0, 100, 0))),
 }
 OPTIONS = {"xla_cpu_copy_insertion_use_region_analysis": True, "xla_backend_optimization_level": 0}
 
