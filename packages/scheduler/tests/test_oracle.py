@@ -32,8 +32,7 @@ class Lockstep:
 
 
 @st.composite
-def workloads(draw, spec, budget):
-    longest = min(spec.max_len, spec.usable_blocks * spec.block_size)
+def workloads(draw, longest, budget):
     edges = [n for n in (1, budget - 1, budget, budget + 1, longest - 1) if 1 <= n < longest]
     streams, arrives_at = [], 0
     for index in range(draw(st.integers(1, 10))):
@@ -58,8 +57,9 @@ def workloads(draw, spec, budget):
 @given(data=st.data())
 def test_every_plan_equals_the_oracles_and_every_stream_gets_its_tokens_in_bounded_steps(setup, oracle, data):
     setup.planner.reset()
-    # Built outside the strategy: runtime type checks draw random numbers, which hypothesis forbids there.
-    streams = [Stream(**s) for s in data.draw(workloads(setup.spec, setup.config.token_budget))]
+    # Specs are read and streams built outside the strategy: runtime type checks draw random numbers, which hypothesis forbids there.
+    longest = min(setup.spec.max_len, setup.spec.usable_blocks * setup.spec.block_size)
+    streams = [Stream(**s) for s in data.draw(workloads(longest, setup.config.token_budget))]
     both = Lockstep(setup.planner, oracle.OraclePlanner(setup.config, setup.spec))
     loop = HostLoop(both, setup.spec, streams, lag=data.draw(st.integers(0, 2)), max_arrivals=3)
     # Alone, a stream takes its chunks and a step (and the lag) per token; preempted after each token, all its chunks again.
