@@ -78,6 +78,16 @@ def test_a_block_is_not_given_up_before_it_can_be_found(drive):
     assert (cache.tables[1, 0, :5] > 0).tolist() == [False, False, False, True, True]
 
 
+def test_a_sequence_that_holds_more_than_it_has_computed_keeps_what_its_next_token_reads(drive):
+    """As after growing for a whole prompt at once, or when drafted tokens were refused."""
+    cache = drive(**FULL_AND_WINDOW)
+    cache.admit(0, A, want=0)
+    cache.grow({0: 5})
+    cache.commit({0: A[:4]})
+    cache.grow({})
+    assert (cache.tables[1, 0] > 0).tolist() == [False, True, True, True, True, False], "token 4 reads tokens 2 and 3"
+
+
 def test_a_hit_needs_the_windows_tail_only(drive):
     cache = drive(**FULL_AND_WINDOW)
     served(cache, A)

@@ -157,7 +157,7 @@ def machine_for(driver):
         def grow(self, need, rank) -> None:
             for row in self.rows.values():
                 for number, back in enumerate(reach):
-                    limit = min(row.held - 1 - back, row.committed)
+                    limit = min(row.held - 1, row.committed) - back
                     row.columns[number] -= set(range(limit))
             rooms = [self.room(n) for n in range(len(sides))]
             held = sum(row.held - row.committed for row in self.rows.values())

@@ -50,13 +50,16 @@ def grow(
 
 
 def _give_up(spec: CacheSpec, cache: CacheState) -> CacheState:
-    """Let go of side blocks that the next token of their sequence no longer looks back to, once they are findable (or never will be)."""
+    """Let go of side blocks that no token to come looks back to, once they are findable (or never will be).
+
+    The next token falls into the first block not committed or later: a sequence may hold more than it has computed.
+    """
     layout, (radix, sequences) = layout_of(spec), cache
     column = jnp.arange(spec.max_blocks, dtype=jnp.int32)
     table, sides = sequences.block_table, []
     for side, number, back in zip(radix.sides, layout.side, layout.reach, strict=True):
-        limit = sequences.held - 1 - back
-        limit = jnp.where(sequences.sealed, limit, jnp.minimum(limit, sequences.committed))
+        last = sequences.held - 1
+        limit = jnp.where(sequences.sealed, last, jnp.minimum(last, sequences.committed)) - back
         out = (column < limit[:, None]) & (table[number] > 0)
         sides.append(release_side(side, out, table[number]))
         table = table.at[number].set(jnp.where(out, 0, table[number]))
