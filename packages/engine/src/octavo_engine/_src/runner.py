@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -82,6 +83,7 @@ class ModelRunner:
         self._row_sizes: list[int] = []
         self._begin: Any = None
         self._copy: list[Any] = []
+        self._one_compiles = threading.Lock()
 
     @property
     def shapes(self) -> tuple[Bucket, ...]:
@@ -101,16 +103,29 @@ class ModelRunner:
                 done.result()
                 advance(1)
 
+    def _compiled_from(self, lowered: Any) -> Any:
+        """Programs are traced beside one another and compiled one at a time.
+
+        XLA uses every core for one program anyway, so this costs nothing, and JAX 0.10.2 has been seen to crash while one thread
+        wrote a program to the persistent cache and another compiled.
+        """
+        with self._one_compiles:
+            return lowered.compile()
+
     def _compile_bucket(self, shape: Bucket) -> None:
         step = self._abstract_input(shape)
         state, programs, params = self._state, self._programs, self._params
         stream, batches = jax.eval_shape(programs.begin, params, state.last_token, step)
         targets = _ints(SCORED_TOKENS)
         self._compiled[shape] = _Programs(
-            begin=jax.jit(programs.begin).lower(params, state.last_token, step).compile(),
+            begin=self._compiled_from(jax.jit(programs.begin).lower(params, state.last_token, step)),
             segments=self._compile_segments(stream, batches),
-            ends={n: jax.jit(programs.ends).lower(params, stream, _ints(n)).compile() for n in self._row_sizes if n <= shape.rows},
-            score=jax.jit(programs.score).lower(params, stream, targets, targets).compile(),
+            ends={
+                n: self._compiled_from(jax.jit(programs.ends).lower(params, stream, _ints(n)))
+                for n in self._row_sizes
+                if n <= shape.rows
+            },
+            score=self._compiled_from(jax.jit(programs.score).lower(params, stream, targets, targets)),
         )
 
     def _compile_segments(self, stream: Any, batches: Any) -> list[Any]:
@@ -122,7 +137,7 @@ class ModelRunner:
             key = (segment.kind, segment.groups, tree, tuple((x.shape, x.dtype) for x in leaves))
             if key not in shared:
                 run = jax.jit(functools.partial(self._programs.run, segment), donate_argnums=(1, 2))
-                shared[key] = run.lower(segment.params, kv, stream, batches).compile()
+                shared[key] = self._compiled_from(run.lower(segment.params, kv, stream, batches))
             answer.append(shared[key])
         return answer
 
@@ -132,7 +147,9 @@ class ModelRunner:
         stream, _ = jax.eval_shape(programs.begin, params, state.last_token, step)
         hidden = jax.eval_shape(programs.ends, params, stream, _ints(rows))
         sample = jax.jit(programs.sample, donate_argnums=(1, 2))
-        self._sample[rows] = sample.lower(params, state.sampler, state.last_token, hidden, _ints(rows), _ints(rows)).compile()
+        self._sample[rows] = self._compiled_from(
+            sample.lower(params, state.sampler, state.last_token, hidden, _ints(rows), _ints(rows))
+        )
 
     def compile_begin(self, arrivals: SamplingArrivals) -> None:
         """Compile the taking in of new sequences, and the copying of blocks."""
@@ -142,10 +159,10 @@ class ModelRunner:
             key = (segment.groups, *((x.shape, x.dtype) for x in jax.tree.leaves(kv)))
             if key not in shared:
                 copy = jax.jit(functools.partial(self._programs.copy, segment.groups), donate_argnums=0)
-                shared[key] = copy.lower(kv, copies).compile()
+                shared[key] = self._compiled_from(copy.lower(kv, copies))
             self._copy.append(shared[key])
         begin = jax.jit(self._programs.sampler.begin, donate_argnums=0)
-        self._begin = begin.lower(self._state.sampler, arrivals).compile()
+        self._begin = self._compiled_from(begin.lower(self._state.sampler, arrivals))
 
     def _abstract_input(self, shape: Bucket) -> StepInput:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._empty_input(shape))
