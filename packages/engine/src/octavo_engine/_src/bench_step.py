@@ -1,0 +1,123 @@
+"""The steady step and arrivals, scheduler and radix cache under one jit, as an engine calls them.
+
+Steady decode: every row makes a token a step, one row in 32 takes a new block, nine tenths of the pool are leased or cached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from octavo_core.bench import Report, summarise
+from octavo_core.specs import CacheSpec
+from octavo_engine._src.planner import Planner
+from octavo_kvcache import RadixCache
+from octavo_scheduler import ChunkedScheduler, SchedulerConfig
+
+BLOCK_SIZE: Final = 32
+PROMPT: Final = 1_024
+MAX_LEN: Final = 4_096
+GOALS: Final = {"step_256": 100, "step_1024": 200, "step_256_p99": 300, "arrive_8": 300}
+
+
+@dataclasses.dataclass
+class Steady:
+    """A planner whose rows all decode, each at another place in its block."""
+
+    planner: Planner
+    rows: int
+
+    def result(self) -> Any:
+        """What a finished step says: a token of every row."""
+        result = self.planner.empty_result()
+        result.accepted[: self.rows] = 1  # type: ignore[index]
+        result.token_ids[: self.rows, 0] = 7  # type: ignore[index]
+        return result
+
+
+def planner_of(rows: int, blocks: int, *, spare: int = 0, budget: int = 2_048) -> Planner:
+    """A compiled planner with default policies."""
+    spec = CacheSpec((blocks + 1,), BLOCK_SIZE, rows + spare, MAX_LEN // BLOCK_SIZE)
+    cache = RadixCache(spec)
+    config = SchedulerConfig(max_num_seqs=rows + spare, token_budget=max(budget, rows + spare))
+    planner = Planner(ChunkedScheduler(config, cache), cache, max_arrivals=8)
+    planner.compile()
+    return planner
+
+
+def fill(planner: Planner, rows: int, blocks: int) -> Steady:
+    """Let rows arrive and compute their prompts, so that nine tenths of the pool are in use."""
+    rng = np.random.default_rng(0)
+    length = min(MAX_LEN - 1_024, blocks * 9 // 10 // rows * BLOCK_SIZE)
+    result = planner.empty_result()
+    for first in range(0, rows, 8):
+        arrivals = planner.empty_arrivals()
+        for i in range(8):
+            size = length + (first + i) % BLOCK_SIZE
+            arrivals.sequence[i], arrivals.order[i] = first + i, first + i  # type: ignore[index]
+            arrivals.tokens[i, :size] = rng.integers(0, 49_152, size)  # type: ignore[index]
+            arrivals.prompt_len[i], arrivals.limit_len[i] = size, MAX_LEN  # type: ignore[index]
+        planner.arrive(arrivals)
+        while True:
+            plan = planner.step(result)
+            result = planner.empty_result()
+            for sequence in plan.sequence[plan.sample_rows >= 0]:
+                result.accepted[sequence], result.token_ids[sequence, 0] = 1, 7  # type: ignore[index]
+            if not np.diff(plan.query_start).max() > 1:
+                break
+    return Steady(planner, rows)
+
+
+def time_steps(steady: Steady, count: int) -> Any:
+    """Times of steady steps."""
+    times, result = [], steady.result()
+    for _ in range(count):
+        start = time.perf_counter_ns()
+        plan = steady.planner.step(result)
+        times.append(time.perf_counter_ns() - start)
+    if int(plan.num_rows) != steady.rows:
+        raise RuntimeError(f"the bench wanted {steady.rows} rows to decode, {int(plan.num_rows)} do")
+    return summarise(times[count // 10 :])
+
+
+def run(report: Report, *, quick: bool) -> None:
+    """Time steps at 256 and 1,024 rows, then arrivals."""
+    os.environ.setdefault("NPROC", "1")  # read when XLA starts its threads, at the first operation
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    for rows, blocks in ((256, 16_384), (1_024, 65_536)):
+        steady = fill(planner_of(rows, blocks), rows, blocks)
+        timing = report.take(f"step_{rows}", time_steps(steady, 100 if quick else 900))
+        if rows == 256:
+            report.add("step_256_p99", timing.p99_us, "us", timing.n)
+    _time_arrivals(report, 20 if quick else 100)
+
+
+def _time_arrivals(report: Report, count: int) -> None:
+    """Eight prompts of 2,048 tokens that are cached but for their last block, matched and leased; aborted again, untimed."""
+    planner = planner_of(64, 16_384, spare=8)
+    rng = np.random.default_rng(1)
+    prompts = rng.integers(0, 49_152, (8, 2_048))
+    times = []
+    for turn in range(count):
+        arrivals = planner.empty_arrivals()
+        for i, prompt in enumerate(prompts):
+            arrivals.sequence[i], arrivals.order[i] = i, 8 * turn + i  # type: ignore[index]
+            arrivals.tokens[i, :2_048] = prompt  # type: ignore[index]
+            arrivals.prompt_len[i], arrivals.limit_len[i] = 2_048, 2_100  # type: ignore[index]
+        start = time.perf_counter_ns()
+        planner.arrive(arrivals)
+        jax.block_until_ready(planner.state)
+        times.append(time.perf_counter_ns() - start)
+        for _ in range(8 if turn == 0 else 1):
+            plan = planner.step(planner.empty_result())
+        if turn and int(plan.cached_len[:8].min()) < 2_048 - BLOCK_SIZE:
+            raise RuntimeError("the bench's prompts are not found")
+        ends = planner.empty_result()
+        ends.finished[:8] = True  # type: ignore[index]
+        planner.step(ends)
+    report.take("arrive_8", summarise(times[2:]))
