@@ -14,7 +14,7 @@ PORTABLE = ["xla", "reference"]
 """Backends that run anywhere; `test_hopper_interpreted` has the other's conformance."""
 
 
-@pytest.mark.parametrize("case", attention.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", attention.CASES + attention.RULE_CASES + attention.LATENT_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", PORTABLE)
 def test_a_backend_agrees_with_dense_attention(name: str, case: attention.AttentionCase) -> None:
     attention.check_parity(attention_backend(name).backend, case)
@@ -25,6 +25,13 @@ def test_a_backend_agrees_with_dense_attention(name: str, case: attention.Attent
 def test_blocks_can_be_carried_elsewhere_as_bytes(name: str, dtype: str) -> None:
     case = attention.AttentionCase("moved", attention.MIXED, dtype=dtype, q_dtype=dtype)
     attention.check_moved_blocks(attention_backend(name).backend, case)
+
+
+@pytest.mark.parametrize("name", PORTABLE)
+def test_blocks_of_latents_can_be_carried_elsewhere(name: str) -> None:
+    backend = attention_backend(name).backend
+    attention.check_moved_blocks(backend, attention.LATENT_CASES[0])
+    attention.check_dropped_writes(backend, attention.LATENT_CASES[0])
 
 
 @pytest.mark.parametrize("name", PORTABLE)
@@ -69,6 +76,22 @@ class MixesLayers(ReferenceAttention):
 class SeesOneTokenTooFew(ReferenceAttention):
     def attend(self, kv, layer, q, batch, *, scale):
         return super().attend(kv, layer, q, batch._replace(positions=jnp.maximum(batch.positions - 1, 0)), scale=scale)
+
+
+class IgnoresTheWindow(ReferenceAttention):
+    def attend(self, kv, layer, q, batch, *, scale, window=None):
+        return super().attend(kv, layer, q, batch, scale=scale)
+
+
+class SeesOneTokenBeyondTheWindow(ReferenceAttention):
+    def attend(self, kv, layer, q, batch, *, scale, window):
+        return super().attend(kv, layer, q, batch, scale=scale, window=window + 1)
+
+
+@pytest.mark.parametrize("fault", [IgnoresTheWindow, SeesOneTokenBeyondTheWindow])
+def test_the_suite_notices_a_wrong_window(fault: type) -> None:
+    with pytest.raises(AssertionError):
+        attention.check_attention(fault(), [attention.RULE_CASES[0]])
 
 
 FAULTS = [ForgetsCausality, SharesTheLastBlock, ClipsSlots, WrapsSlots, MixesLayers, SeesOneTokenTooFew]

@@ -15,6 +15,7 @@ from octavo_core.specs import KVGroupSpec
 from octavo_kernels import BACKENDS, ReferenceAttention, attention_backend
 
 FULL = KVGroupSpec("full", (0, 1), 2, 16, "float32", 16)
+STATE = KVGroupSpec("state", (0, 1), 1, 16, "float32", 16)
 LATENT = KVGroupSpec("latent", (0, 1), 1, 16, "float32", 16)
 
 
@@ -110,8 +111,23 @@ def test_those_passed_over_are_reported_with_their_reasons() -> None:
 
 @pytest.mark.usefixtures("fork")
 def test_when_nobody_can_serve_every_reason_is_shown() -> None:
-    with pytest.raises(ConfigError, match=r"some_fork:Declines: needs a GPU.*xla: .*latent.*reference: .*latent"):
-        attention_backend("some_fork:Declines,auto", (LATENT,))
+    with pytest.raises(ConfigError, match=r"some_fork:Declines: needs a GPU.*xla: .*state.*reference: .*state"):
+        attention_backend("some_fork:Declines,auto", (STATE,))
+
+
+@pytest.mark.parametrize("rule", [{"kind": "window", "window": 8}, {"softcap": 30.0}, {"sinks": True}])
+def test_a_backend_for_plain_attention_is_passed_over_where_a_group_needs_more(monkeypatch, rule) -> None:
+    class Plain(ReferenceAttention):
+        def attend(self, kv, layer, q, batch, *, scale):
+            return super().attend(kv, layer, q, batch, scale=scale)
+
+    module = types.ModuleType("plain_fork")
+    module.Plain = Plain
+    monkeypatch.setitem(sys.modules, "plain_fork", module)
+    assert attention_backend("plain_fork:Plain", (FULL,)).name == "plain_fork:Plain"
+    choice = attention_backend("plain_fork:Plain,reference", (dataclasses.replace(FULL, **rule),))
+    assert choice.name == "reference"
+    assert list(rule)[-1] in choice.passed_over[0].reason
 
 
 def test_an_unknown_name_gets_the_nearest_known_one() -> None:

@@ -127,12 +127,29 @@ class AttentionBackend(Protocol[KV]):
         v: Float[Array, "tokens kv_heads head_dim"],
         slot_mapping: Int32[Array, " tokens"],
     ) -> KV:
-        """Store K and V of the step's tokens; slot −1, or one beyond the pool, stores nothing. `layer` counts within the group."""
+        """Store K and V of the step's tokens; slot −1, or one beyond the pool, stores nothing. `layer` counts within the group.
+
+        Of a `latent` group only K is stored, which is V too.
+        """
 
     def attend(
-        self, kv: KV, layer: int, q: Float[Array, "tokens q_heads head_dim"], batch: AttentionBatch, *, scale: float
+        self,
+        kv: KV,
+        layer: int,
+        q: Float[Array, "tokens q_heads head_dim"],
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Float32[Array, " q_heads"] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
-        """Causal attention of each token over its row's KV up to its own position. Pads may hold anything finite."""
+        """Causal attention of each token over its row's KV up to its own position. Pads may hold anything finite.
+
+        What `KVGroupSpec` says of a group comes with the call: the last `window` tokens only, capped scores, a `sinks` score per head
+        that takes part in the softmax and has no value. It is passed only where the group has it, so a backend may lack the
+        argument; it is then not chosen for such a group.
+        """
 
     def gather(self, kv: KV, block_ids: Int32[Array, " ids"]) -> UInt8[Array, "ids block_bytes"]:
         """All layers of each block as contiguous bytes."""
@@ -151,8 +168,10 @@ class LayerAttention(Protocol):
         q: Float[Array, "tokens q_heads head_dim"],
         k: Float[Array, "tokens kv_heads head_dim"],
         v: Float[Array, "tokens kv_heads head_dim"],
+        *,
+        sinks: Float32[Array, " q_heads"] | None = None,
     ) -> tuple[Any, Float[Array, "tokens q_heads head_dim"]]:
-        """`kv` is the layer's own."""
+        """`kv` is the layer's own. `sinks` only from layers of a group that has them."""
 
 
 @runtime_checkable

@@ -20,7 +20,12 @@ class KVGroupSpec:
         kv_heads, head_dim: Of each K and V row.
         dtype: NumPy name of a stored element.
         block_size: Tokens in a block.
-        window: Tokens a `window` group looks back; None otherwise.
+        window: Tokens a `window` group looks back, the current one included; None otherwise.
+        scale: What scores are multiplied by; None: `head_dim ** -0.5`.
+        softcap: Scores become `softcap * tanh(scores / softcap)`; None: they stay.
+        sinks: Every layer has a score per query head that takes weight and gives nothing.
+
+    A `latent` group stores one vector for each token, which is key and value at once: `kv_heads` is 1.
     """
 
     kind: KVKind
@@ -30,6 +35,14 @@ class KVGroupSpec:
     dtype: str
     block_size: int
     window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied by."""
+        return float(self.head_dim) ** -0.5 if self.scale is None else self.scale
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,8 @@ Attention: `attention_backend` chooses among backends in order; `ReferenceAttent
 Sampling: `RowSampler` draws tokens on the device, `score_tokens` scores given ones.
 """
 
-from octavo_kernels._src.dispatch import BACKENDS, AttentionChoice, PassedOver, attention_backend
+from octavo_kernels._src.cpu import cpu_layers
+from octavo_kernels._src.dispatch import BACKENDS, AttentionChoice, PassedOver, attend_rules, attention_backend
 from octavo_kernels._src.reference_attention import ReferenceAttention
 from octavo_kernels._src.sampler import RowSampler, SamplerParams, SamplerState
 from octavo_kernels._src.scores import score_tokens
@@ -19,6 +20,8 @@ __all__ = [
     "RowSampler",
     "SamplerParams",
     "SamplerState",
+    "attend_rules",
     "attention_backend",
+    "cpu_layers",
     "score_tokens",
 ]

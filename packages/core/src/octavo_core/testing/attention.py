@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo_core.seams import AttentionBackend, AttentionBatch
-from octavo_core.specs import KVGroupSpec
+from octavo_core.specs import KVGroupSpec, KVKind
 from octavo_core.testing.device import expect
 
 LAYERS: Final = (3, 5)
@@ -33,6 +33,7 @@ class AttentionCase:
         dtype: Of stored KV.
         q_dtype: Of queries and answers.
         spare_rows, spare_tokens, spare_blocks: Padding beyond the live rows and tokens, and blocks nobody uses.
+        kind, window, softcap, sinks: As in `KVGroupSpec`. Blocks out of a window's reach are given up: the table names block 0 there.
     """
 
     name: str
@@ -46,10 +47,19 @@ class AttentionCase:
     spare_rows: int = 2
     spare_tokens: int = 3
     spare_blocks: int = 3
+    kind: KVKind = "full"
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     def spec(self) -> KVGroupSpec:
         """The group whose memory is used."""
-        return KVGroupSpec("full", LAYERS, self.kv_heads, self.head_dim, self.dtype, self.block_size)
+        shape = LAYERS, self.kv_heads, self.head_dim, self.dtype, self.block_size
+        return KVGroupSpec(self.kind, *shape, window=self.window, softcap=self.softcap, sinks=self.sinks)
+
+    def first_held(self, old: int) -> int:
+        """The first token in memory of a row with `old` tokens before the step."""
+        return 0 if self.window is None else max(old - self.window + 1, 0) // self.block_size * self.block_size
 
 
 DECODE: Final = ((0, 1), (15, 1), (16, 1), (90, 1), (31, 1))
@@ -83,11 +93,38 @@ CASES: Final = (
     ),
 )
 
+RULE_CASES: Final = (
+    AttentionCase("window", MIXED, kind="window", window=24),
+    AttentionCase("window of one token", MIXED, kind="window", window=1),
+    AttentionCase("window wider than every row", MIXED, kind="window", window=500),
+    AttentionCase(
+        "window in bfloat16, long rows", ((600, 1), (3, 1), (300, 40), (0, 300)), kind="window", window=50, dtype="bfloat16"
+    ),
+    AttentionCase("window over several tiles", ((900, 1), (1, 1), (400, 200)), kind="window", window=300, block_size=32),
+    AttentionCase("soft cap", MIXED, softcap=1.5),
+    AttentionCase("sinks", MIXED, sinks=True),
+    AttentionCase("window, sinks and cap together", MIXED, kind="window", window=17, sinks=True, softcap=2.0, q_heads=6),
+    AttentionCase(
+        "sinks with a window in bfloat16", MIXED, kind="window", window=40, sinks=True, dtype="bfloat16", q_dtype="bfloat16"
+    ),
+)
+"""What sliding-window layers, capped scores and sinks need; a backend may decline them."""
+
+LATENT_CASES: Final = (
+    AttentionCase("latent, mixed step", MIXED, kind="latent", kv_heads=1, head_dim=40),
+    AttentionCase(
+        "latent in bfloat16", MIXED, kind="latent", kv_heads=1, q_heads=16, head_dim=72, dtype="bfloat16", q_dtype="bfloat16"
+    ),
+    AttentionCase("latent, decode only", DECODE, kind="latent", kv_heads=1, head_dim=40, block_size=32),
+)
+"""One stored vector a token, key and value at once; a backend may decline them."""
+
 
 class Problem(NamedTuple):
     """A case with numbers in it. Queries, keys and values are already rounded to the case's dtypes.
 
-    `keys` and `values` hold the whole context of each row; `history_slots` are those of the tokens before the step.
+    `keys` and `values` hold the whole context of each row; `history_slots` are those of the tokens before the step (−1: given up).
+    `sinks` is None for cases without.
     """
 
     case: AttentionCase
@@ -97,6 +134,7 @@ class Problem(NamedTuple):
     values: list[np.ndarray]
     history_slots: np.ndarray
     batch: AttentionBatch
+    sinks: np.ndarray | None
 
     @property
     def scale(self) -> float:
@@ -129,6 +167,8 @@ def make_problem(case: AttentionCase, *, seed: int = 0) -> Problem:
         return np.asarray(jnp.asarray(rng.normal(size=shape), dtype), np.float64)
 
     kv = [[rounded(case.dtype, n, case.kv_heads, case.head_dim) for n in contexts] for _ in range(2)]
+    if case.kind == "latent":
+        kv[1] = kv[0]
     queries = rounded(case.q_dtype, num_tokens + case.spare_tokens, case.q_heads, case.head_dim)
     slots = [
         table[np.arange(n) // case.block_size] * case.block_size + np.arange(n) % case.block_size
@@ -136,8 +176,12 @@ def make_problem(case: AttentionCase, *, seed: int = 0) -> Problem:
     ]
     new_slots = np.concatenate([s[old:] for s, (old, _) in zip(slots, case.rows, strict=True)])
     old_slots = np.concatenate([s[:old] for s, (old, _) in zip(slots, case.rows, strict=True)])
+    held = np.concatenate([np.arange(old) >= case.first_held(old) for old, _ in case.rows])
+    for table, (old, _) in zip(tables, case.rows, strict=True):
+        table[: case.first_held(old) // case.block_size] = 0
     batch = _batch(case, contexts, tables, _pad(new_slots, len(queries), -1))
-    return Problem(case, num_blocks, queries, kv[0], kv[1], old_slots.astype(np.int32), batch)
+    sinks = rng.normal(size=case.q_heads).astype(np.float32) * 2 if case.sinks else None
+    return Problem(case, num_blocks, queries, kv[0], kv[1], np.where(held, old_slots, -1).astype(np.int32), batch, sinks)
 
 
 def _tables(rng: np.random.Generator, case: AttentionCase, contexts: Sequence[int]) -> tuple[list[np.ndarray], int]:
@@ -186,11 +230,16 @@ def _dense_row(
     case = problem.case
     group = case.q_heads // case.kv_heads
     keys, values = (np.repeat(x, group, axis=1) for x in (keys, values))
-    hidden = np.arange(len(keys))[None] > old + np.arange(len(queries))[:, None]
+    ahead = np.arange(len(keys))[None] - (old + np.arange(len(queries))[:, None])
+    hidden = (ahead > 0) | (False if case.window is None else ahead <= -case.window)
     scores = np.einsum("qhd,khd->hqk", queries, keys) * problem.scale
+    if case.softcap is not None:
+        scores = case.softcap * np.tanh(scores / case.softcap)
     scores[:, hidden] = -np.inf
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
+    sink = np.full(case.q_heads, -np.inf) if problem.sinks is None else np.asarray(problem.sinks, np.float64)
+    top = np.maximum(scores.max(-1, keepdims=True), sink[:, None, None])
+    weights = np.exp(scores - top)
+    weights /= weights.sum(-1, keepdims=True) + np.exp(sink[:, None, None] - top)
     answer = np.einsum("hqk,khd->qhd", weights, values)
     spread = np.sqrt(np.einsum("hqk,khd->qhd", weights**2, values**2))
     size = problem.scale * np.sqrt(np.einsum("qhd,khd->hqk", queries**2, keys**2)).max(-1).T[..., None]
@@ -262,8 +311,15 @@ def poisoned(backend: AttentionBackend[Any], spec: KVGroupSpec, num_blocks: int)
 def attend(backend: AttentionBackend[Any], kv: Any, problem: Problem) -> jax.Array:
     """The backend's answer, of the group's last layer, jitted."""
     layer = len(LAYERS) - 1
-    run = jax.jit(lambda kv, q, batch: backend.attend(kv, layer, q, batch, scale=problem.scale))
-    return run(kv, jnp.asarray(problem.queries, problem.case.q_dtype), problem.batch)
+    case = problem.case
+    wanted = {
+        "window": case.window,
+        "softcap": case.softcap,
+        "sinks": None if problem.sinks is None else jnp.asarray(problem.sinks),
+    }
+    rules = {name: value for name, value in wanted.items() if value is not None}
+    run = jax.jit(lambda kv, q, batch: backend.attend(kv, layer, q, batch, scale=problem.scale, **rules))
+    return run(kv, jnp.asarray(problem.queries, case.q_dtype), problem.batch)
 
 
 def check_moved_blocks(backend: AttentionBackend[Any], case: AttentionCase, *, seed: int = 0) -> None:
@@ -274,7 +330,14 @@ def check_moved_blocks(backend: AttentionBackend[Any], case: AttentionCase, *, s
     ids = jnp.arange(problem.num_blocks, dtype=jnp.int32)
     data = jax.jit(backend.gather)(kv, ids)
     expect(data.dtype == jnp.uint8 and data.ndim == 2, f"gather answers {data.dtype}{data.shape}; wanted uint8[ids, block_bytes]")
-    size = len(LAYERS) * 2 * case.block_size * case.kv_heads * case.head_dim * jnp.dtype(case.dtype).itemsize
+    size = (
+        len(LAYERS)
+        * (1 if case.kind == "latent" else 2)
+        * case.block_size
+        * case.kv_heads
+        * case.head_dim
+        * jnp.dtype(case.dtype).itemsize
+    )
     expect(data.shape[1] >= size, f"a block is {data.shape[1]} bytes; all its layers need {size}")
     target = jnp.roll(ids, 1)
     moved = jax.jit(backend.scatter)(poisoned(backend, case.spec(), problem.num_blocks), target, data)

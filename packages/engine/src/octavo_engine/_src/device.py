@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int32
 from octavo_core.plan import Sampled
 from octavo_core.seams import AttentionBackend, AttentionBatch, Model, Sampler
 from octavo_core.specs import KVGroupSpec
-from octavo_kernels import score_tokens
+from octavo_kernels import attend_rules, score_tokens
 
 _ABSENT = np.zeros((), np.float32)
 
@@ -139,12 +139,15 @@ class DevicePrograms:
         return tuple(out), stream
 
     def _layer_attention(self, batch: AttentionBatch, group: int) -> Any:
-        scale = self.groups[group].head_dim ** -0.5
+        spec = self.groups[group]
 
-        def attend(kv: Any, q: Array, k: Array, v: Array) -> tuple[Any, Array]:
+        def attend(kv: Any, q: Array, k: Array, v: Array, *, sinks: Array | None = None) -> tuple[Any, Array]:
+            rules = attend_rules(spec) if sinks is None else {**attend_rules(spec), "sinks": sinks}
             kv = self.attention.write(kv, 0, k, v, batch.slot_mapping)
-            return kv, self.attention.attend(kv, 0, q, batch, scale=scale)
+            return kv, self.attention.attend(kv, 0, q, batch, scale=spec.score_scale, **rules)
 
+        # For layers that need not compute pads.
+        attend.live = batch.query_start[-1]  # type: ignore[attr-defined]
         return attend
 
     def copy(self, groups: tuple[int, ...], kv: tuple[Any, ...], copies: Int32[Array, "groups copies 2"]) -> tuple[Any, ...]:

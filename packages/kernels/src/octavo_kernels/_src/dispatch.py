@@ -5,6 +5,7 @@ Knows the names of this package's backends and how to reach anybody else's by do
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -15,6 +16,7 @@ from octavo_core.specs import KVGroupSpec
 
 BACKENDS: Final = {
     "hopper": "octavo_kernels._src.hopper:hopper_attention",
+    "cpu": "octavo_kernels._src.cpu:cpu_attention",
     "xla": "octavo_kernels._src.xla_attention:XlaAttention",
     "reference": "octavo_kernels._src.reference_attention:ReferenceAttention",
 }
@@ -61,6 +63,7 @@ def attention_backend(name: str = "auto", groups: tuple[KVGroupSpec, ...] = ()) 
         try:
             backend = factory()
             for group in groups:
+                _check_rules(backend, group)
                 backend.init_kv(group, 1)
         except NotImplementedError as reason:
             passed.append(PassedOver(candidate, str(reason)))
@@ -68,6 +71,21 @@ def attention_backend(name: str = "auto", groups: tuple[KVGroupSpec, ...] = ()) 
             return AttentionChoice(candidate, backend, tuple(passed))
     reasons = "; ".join(f"{p.name}: {p.reason}" for p in passed)
     raise ConfigError(f"no attention backend of '{name}' can serve here ({reasons}); name another with --attention-backend")
+
+
+def attend_rules(spec: KVGroupSpec) -> dict[str, Any]:
+    """What `AttentionBackend.attend` is told of every call for a group, beside its scale and sinks."""
+    rules = {"window": spec.window, "softcap": spec.softcap}
+    return {name: value for name, value in rules.items() if value is not None}
+
+
+def _check_rules(backend: AttentionBackend[Any], spec: KVGroupSpec) -> None:
+    """A backend written for plain attention lacks the arguments that other groups need."""
+    wanted = [*attend_rules(spec), *(["sinks"] if spec.sinks else [])]
+    known = inspect.signature(backend.attend).parameters
+    lacking = [name for name in wanted if name not in known]
+    if lacking:
+        raise NotImplementedError(f"its `attend` takes no {', '.join(lacking)}, which the group of layer {spec.layers[0]} needs")
 
 
 def _candidates(name: str) -> list[str]:

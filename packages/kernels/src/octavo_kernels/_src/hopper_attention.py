@@ -54,6 +54,8 @@ class HopperAttention:
         """
         if spec.kind != "full":
             raise NotImplementedError(f"hopper attention serves full attention, this group is '{spec.kind}'")
+        if spec.softcap is not None or spec.sinks:
+            raise NotImplementedError("hopper attention serves groups without soft cap and sinks, this one has them")
         if spec.dtype != "bfloat16":
             raise NotImplementedError(f"hopper attention stores bfloat16, this group wants {spec.dtype}; set --dtype bfloat16")
         if spec.head_dim not in HEAD_DIMS:
@@ -74,15 +76,26 @@ class HopperAttention:
         return write_pools(kv, layer, k, v, slot_mapping)
 
     def attend(
-        self, kv: Pools, layer: int, q: Float[Array, "tokens q_heads head_dim"], batch: AttentionBatch, *, scale: float
+        self,
+        kv: Pools,
+        layer: int,
+        q: Float[Array, "tokens q_heads head_dim"],
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Float[Array, " q_heads"] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         """Causal attention. Queries are rounded to bfloat16.
 
         Cost: rows with one new token read the KV they can see once; longer rows once per tile of queries.
 
         Raises:
-            NotImplementedError: For more than 64 query heads to a KV head.
+            NotImplementedError: For more than 64 query heads to a KV head, or a window, soft cap or sinks.
         """
+        if window is not None or softcap is not None or sinks is not None:
+            raise NotImplementedError("hopper attention serves full attention without soft cap and sinks")
         k, v = kv.k[layer], kv.v[layer]
         group = q.shape[1] // k.shape[1]
         if group > MAX_GROUP:

@@ -25,7 +25,7 @@ class Pools(NamedTuple):
     """KV memory of one group, an entry a layer.
 
     Attributes:
-        k, v: Elements.
+        k, v: Elements; `v` is empty where a latent is both.
         k_scale, v_scale: What elements of a token and head are to be multiplied by; empty unless they are FP8.
     """
 
@@ -38,10 +38,11 @@ class Pools(NamedTuple):
 def new_pools(spec: KVGroupSpec, num_blocks: int, dtype: Any) -> Pools:
     """Zeroed memory of elements stored as `dtype`."""
     shape = (num_blocks, spec.kv_heads, spec.block_size, spec.head_dim)
-    k, v = (tuple(jnp.zeros(shape, dtype) for _ in spec.layers) for _ in range(2))
+    value_layers = () if spec.kind == "latent" else spec.layers
+    k, v = (tuple(jnp.zeros(shape, dtype) for _ in layers) for layers in (spec.layers, value_layers))
     if spec.dtype not in FP8:
         return Pools(k, v)
-    k_scale, v_scale = (tuple(jnp.zeros(shape[:3], jnp.float32) for _ in spec.layers) for _ in range(2))
+    k_scale, v_scale = (tuple(jnp.zeros(shape[:3], jnp.float32) for _ in layers) for layers in (spec.layers, value_layers))
     return Pools(k, v, k_scale, v_scale)
 
 
@@ -52,12 +53,14 @@ def write_pools(
     v: Float[Array, "tokens kv_heads head_dim"],
     slot_mapping: Int32[Array, " tokens"],
 ) -> Pools:
-    """Store K and V of the step's tokens. Cost: the bytes written."""
+    """Store K and V of the step's tokens; of a latent K alone. Cost: the bytes written."""
     num_blocks, _, block_size, _ = kv.k[layer].shape
     block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
     offset = slot_mapping % block_size
 
     def put(pools: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
+        if not pools:
+            return pools
         new = pools[layer].at[block, :, offset].set(to_bits(x, pools[layer].dtype), mode="drop")
         return (*pools[:layer], new, *pools[layer + 1 :])
 
@@ -84,8 +87,8 @@ def scatter_blocks(kv: Pools, block_ids: Int32[Array, " ids"], data: UInt8[Array
         values = lax.bitcast_convert_type(data[:, first : first + size].reshape(len(block_ids), *x.shape[1:], *wide), x.dtype)
         new.append(x.at[target].set(values, mode="drop"))
         first += size
-    kinds = len(new) // len(kv.k)
-    return Pools(*(tuple(new[kind::kinds]) for kind in range(kinds)))
+    rest = iter([tuple(new[i :: len(new) // len(kv.k)]) for i in range(len(new) // len(kv.k))])
+    return Pools(*(next(rest) if kind else () for kind in kv))
 
 
 def _by_layer(kv: Pools) -> Sequence[Array]:

@@ -31,6 +31,7 @@ TILE_ROWS = 8
 TILE_Q = 128
 GROUP_LANES = 4
 MASKED = -1e30
+INT_MAX = 2**31 - 1
 
 
 class _Stored(NamedTuple):
@@ -58,6 +59,27 @@ class _Stored(NamedTuple):
         return x if self.scale is None else x * of(self.scale)
 
 
+class _Rules(NamedTuple):
+    """What scores go through: `scale` first, then the cap; `window` says which are seen, `sink` is a score beside them."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sink: Float32[Array, "kv_heads group"] | None
+
+    def oldest(self, seen: Int32[Array, "..."]) -> Int32[Array, "..."]:
+        """The first token that the last of `seen` tokens sees."""
+        return jnp.zeros_like(seen) if self.window is None else jnp.maximum(seen - self.window, 0)
+
+    def capped(self, scores: Float32[Array, "..."]) -> Float32[Array, "..."]:
+        """Scaled scores through the cap."""
+        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
+
+    def sink_lanes(self, lanes: int) -> Float32[Array, "kv_heads lanes"] | None:
+        """The sinks, padded to so many query heads a KV head."""
+        return None if self.sink is None else jnp.pad(self.sink, ((0, 0), (0, lanes - self.sink.shape[1])))
+
+
 class XlaAttention:
     """`octavo_core.seams.AttentionBackend` in XLA operations.
 
@@ -75,10 +97,10 @@ class XlaAttention:
         """Zeroed memory.
 
         Raises:
-            NotImplementedError: For groups other than full attention, or an element type other than float32, bfloat16 and FP8.
+            NotImplementedError: For a group of recurrent state, or an element type other than float32, bfloat16 and FP8.
         """
-        if spec.kind != "full":
-            raise NotImplementedError(f"xla attention serves full attention, this group is '{spec.kind}'")
+        if spec.kind == "state":
+            raise NotImplementedError(f"xla attention serves attention, this group is '{spec.kind}'")
         if spec.dtype not in ("float32", *BITS):
             raise NotImplementedError(f"xla attention stores float32, {', '.join(BITS)}; this group wants {spec.dtype}")
         return new_pools(spec, num_blocks, BITS.get(spec.dtype, spec.dtype))
@@ -95,17 +117,29 @@ class XlaAttention:
         return write_pools(kv, layer, k, v, slot_mapping)
 
     def attend(
-        self, kv: Pools, layer: int, q: Float[Array, "tokens q_heads head_dim"], batch: AttentionBatch, *, scale: float
+        self,
+        kv: Pools,
+        layer: int,
+        q: Float[Array, "tokens q_heads head_dim"],
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Float32[Array, " q_heads"] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         """Causal attention. Cost: each row reads the KV it can see once (longer rows once per `tile_q` queries)."""
-        k, v = (_Stored(pool[layer], scale[layer] if scale else None) for pool, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)))
+        k = _Stored(kv.k[layer], kv.k_scale[layer] if kv.k_scale else None)
+        v = _Stored(kv.v[layer], kv.v_scale[layer] if kv.v_scale else None) if kv.v else k
         tokens, q_heads, head_dim = q.shape
         kv_heads, block_size = k.shape[1], k.shape[2]
         tile_blocks = -(-self._tile_kv_tokens // block_size)
         table = _pad_to(_inside(batch.block_table, k.shape[0]), 1, tile_blocks)
         grouped = q.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
-        out = self._single_rows(k, v, grouped, batch, table, tile_blocks, scale)
-        out = self._long_rows(k, v, grouped, batch, table, tile_blocks, scale, out)
+        sink = None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, -1)
+        rules = _Rules(scale, window, softcap, sink)
+        out = self._single_rows(k, v, grouped, batch, table, tile_blocks, rules)
+        out = self._long_rows(k, v, grouped, batch, table, tile_blocks, rules, out)
         return out.reshape(tokens, q_heads, head_dim).astype(q.dtype)
 
     def _single_rows(
@@ -116,7 +150,7 @@ class XlaAttention:
         batch: AttentionBatch,
         table: Int32[Array, "rows padded_blocks"],
         tile_blocks: int,
-        scale: float,
+        rules: _Rules,
     ) -> Float32[Array, "tokens kv_heads group head_dim"]:
         """Rows below `num_single`, `TILE_ROWS` at a time; other rows of the last tile come out as zeros."""
         tokens, kv_heads, group, head_dim = q.shape
@@ -125,22 +159,26 @@ class XlaAttention:
         seen = jnp.where(jnp.arange(rows) < batch.num_single, batch.context_len, 0)
         seen, table = _pad_to(seen, 0, tile), _pad_to(table, 0, tile)
         num_rows = min(rows, tokens)
-        q = _pad_to(jnp.pad(q[:num_rows].astype(jnp.float32) * scale, ((0, 0), (0, 0), (0, -group % GROUP_LANES), (0, 0))), 0, tile)
-        lanes = q.shape[2]
+        lanes = group + -group % GROUP_LANES
+        wide = jnp.pad(q[:num_rows].astype(jnp.float32) * rules.scale, ((0, 0), (0, 0), (0, lanes - group), (0, 0)))
+        q = _pad_to(wide, 0, tile)
         tile_tokens = tile_blocks * k.shape[2]
+        start = _nothing((tile, kv_heads, lanes), head_dim, rules.sink_lanes(lanes))
 
         def row_tile(j: Int32[Array, ""], out: Float32[Array, "..."]) -> Float32[Array, "..."]:
             q_tile = lax.dynamic_slice_in_dim(q, j * tile, tile)
             seen_tile = lax.dynamic_slice_in_dim(seen, j * tile, tile)
+            oldest_tile = rules.oldest(seen_tile)
 
             def kv_tile(i: Int32[Array, ""], state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
                 top, total, acc = state
                 ids = lax.dynamic_slice(table, (j * tile, i * tile_blocks), (tile, tile_blocks))
-                visible = _token_index(i, tile_blocks, k.shape[2])[None] < seen_tile[:, None, None]
+                index = _token_index(i, tile_blocks, k.shape[2])[None]
+                visible = (index < seen_tile[:, None, None]) & (index >= oldest_tile[:, None, None])
                 k_tile = k.load(ids)
                 v_tile = jnp.where(visible[:, :, None, :, None], v.load(ids), 0.0)
                 scores = k.scaled(jnp.einsum("rkgd,rnktd->rnkgt", q_tile, k_tile), lambda s: s[ids][:, :, :, None])
-                scores = jnp.where(visible[:, :, None, None, :], scores, MASKED)
+                scores = jnp.where(visible[:, :, None, None, :], rules.capped(scores), MASKED)
                 new_top = jnp.maximum(top, scores.max((1, 4)))
                 weights = jnp.exp(scores - new_top[:, None, :, :, None])
                 fade = jnp.exp(top - new_top)
@@ -148,8 +186,9 @@ class XlaAttention:
                 update = jnp.einsum("rnkgt,rnktd->rnkgd", scaled, v_tile).sum(1)
                 return new_top, total * fade + weights.sum((1, 4)), acc * fade[..., None] + update
 
+            first = jnp.min(jnp.where(seen_tile > 0, oldest_tile, INT_MAX)) // tile_tokens
             trips = (jnp.max(seen_tile) + tile_tokens - 1) // tile_tokens
-            _, total, acc = lax.fori_loop(0, trips, kv_tile, _nothing((tile, kv_heads, lanes), head_dim))
+            _, total, acc = lax.fori_loop(first, trips, kv_tile, start)
             return lax.dynamic_update_slice_in_dim(out, _normalise(acc, total)[:, :, :group], j * tile, 0)
 
         out = jnp.zeros((max(q.shape[0], tokens), kv_heads, group, head_dim))
@@ -164,7 +203,7 @@ class XlaAttention:
         batch: AttentionBatch,
         table: Int32[Array, "rows padded_blocks"],
         tile_blocks: int,
-        scale: float,
+        rules: _Rules,
         out: Float32[Array, "tokens kv_heads group head_dim"],
     ) -> Float32[Array, "tokens kv_heads group head_dim"]:
         """Rows from `num_single` on, one tile of queries at a time, in flat order: what a tile writes beyond its row, the next overwrites."""
@@ -172,8 +211,10 @@ class XlaAttention:
         tile_q, tile_tokens = min(self._tile_q, tokens), tile_blocks * k.shape[2]
         item_row, item_tile, num_items = query_tiles(batch, tokens, tile_q)
         compute = jnp.float32 if k.dtype == jnp.float32 else jnp.bfloat16
-        q = jnp.pad((q.astype(jnp.float32) * scale).astype(compute), ((0, tile_q), (0, 0), (0, 0), (0, 0)))
+        q = jnp.pad((q.astype(jnp.float32) * rules.scale).astype(compute), ((0, tile_q), (0, 0), (0, 0), (0, 0)))
         out = jnp.pad(out, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
+        sink = None if rules.sink is None else jnp.repeat(rules.sink, tile_q, axis=1)
+        start = _nothing((kv_heads, group * tile_q), head_dim, sink)
 
         def item(w: Int32[Array, ""], out: Float32[Array, "..."]) -> Float32[Array, "..."]:
             row, ahead = item_row[w], item_tile[w] * tile_q
@@ -181,18 +222,20 @@ class XlaAttention:
             seen = batch.context_len[row]
             position = seen - (last - first) + ahead + jnp.arange(tile_q)
             q_tile = lax.dynamic_slice_in_dim(q, first + ahead, tile_q).transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-            limit = jnp.tile(jnp.minimum(position + 1, seen), group)
+            limit = jnp.tile(jnp.minimum(position + 1, seen), group)[:, None]
+            oldest, first_seen = rules.oldest(limit), rules.oldest(position[0] + 1)
 
             def kv_tile(i: Int32[Array, ""], state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
                 top, total, acc = state
                 ids = lax.dynamic_slice(table, (row, i * tile_blocks), (1, tile_blocks))[0]
                 index = _token_index(i, tile_blocks, k.shape[2])
-                live = (index < seen)[:, None]
+                live = ((index < seen) & (index >= first_seen))[:, None]
                 k_tile = _by_head(k.load(ids).astype(compute))
                 v_tile = _by_head(jnp.where(live[..., None], v.load(ids), 0.0).astype(compute))
                 scores = jnp.einsum("kmd,ktd->kmt", q_tile, k_tile, preferred_element_type=jnp.float32)
-                scaled = k.scaled(scores, lambda s: _by_head(s[ids])[:, None])
-                scores = jnp.where(index.reshape(-1) < limit[:, None], scaled, MASKED)
+                scaled = rules.capped(k.scaled(scores, lambda s: _by_head(s[ids])[:, None]))
+                flat = index.reshape(-1)
+                scores = jnp.where((flat < limit) & (flat >= oldest), scaled, MASKED)
                 new_top = jnp.maximum(top, scores.max(-1))
                 weights = jnp.exp(scores - new_top[..., None])
                 fade = jnp.exp(top - new_top)
@@ -201,7 +244,7 @@ class XlaAttention:
                 return new_top, total * fade + weights.sum(-1), acc * fade[..., None] + update
 
             trips = (jnp.minimum(position[0] + tile_q, seen) + tile_tokens - 1) // tile_tokens
-            _, total, acc = lax.fori_loop(0, trips, kv_tile, _nothing((kv_heads, group * tile_q), head_dim))
+            _, total, acc = lax.fori_loop(first_seen // tile_tokens, trips, kv_tile, start)
             result = _normalise(acc, total).reshape(kv_heads, group, tile_q, head_dim).transpose(2, 0, 1, 3)
             return lax.dynamic_update_slice_in_dim(out, result, first + ahead, 0)
 
@@ -236,9 +279,14 @@ def _token_index(tile: Int32[Array, ""], tile_blocks: int, block_size: int) -> I
     return first + jnp.arange(tile_blocks * block_size, dtype=jnp.int32).reshape(tile_blocks, block_size)
 
 
-def _nothing(shape: tuple[int, ...], head_dim: int) -> tuple[Float32[Array, "..."], Float32[Array, "..."], Float32[Array, "..."]]:
-    """Maximum, sum of weights and weighted sum before any token."""
-    return jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim))
+def _nothing(
+    shape: tuple[int, ...], head_dim: int, sink: Float32[Array, "..."] | None
+) -> tuple[Float32[Array, "..."], Float32[Array, "..."], Float32[Array, "..."]]:
+    """Maximum, sum of weights and weighted sum before any token: of nothing, or of a sink, which weighs 1 and gives nothing."""
+    acc = jnp.zeros((*shape, head_dim))
+    if sink is None:
+        return jnp.full(shape, MASKED), jnp.zeros(shape), acc
+    return jnp.broadcast_to(sink, shape), jnp.ones(shape), acc
 
 
 def _normalise(acc: Float32[Array, "... head_dim"], total: Float32[Array, "..."]) -> Float32[Array, "... head_dim"]:
