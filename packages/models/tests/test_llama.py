@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from octavo_core.errors import UnsupportedModelError
-from octavo_models import Llama, ModelConfig, RopeConfig
+from octavo_models import Decoder, ModelConfig, RopeConfig
 from octavo_models._src.layers import dot_out_in, dot_out_in_split
 from octavo_models._src.rope import inverse_frequencies, rotate, rotation
 
@@ -20,7 +20,7 @@ CONFIG = ModelConfig("LlamaForCausalLM", 40, 32, 64, 3, 4, 2, 8)
 
 def filled(config, dtype="float32"):
     """A model with random weights."""
-    model = Llama(config, dtype=dtype)
+    model = Decoder(config, dtype=dtype)
     keys = iter(jax.random.split(jax.random.key(0), 100))
     nnx.update(model, jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape).astype(a.dtype) / 8, nnx.state(model)))
     return model
@@ -81,13 +81,13 @@ def test_token_ids_outside_the_vocabulary_stay_finite():
 
 
 def test_kv_is_one_full_group_over_all_layers():
-    (group,) = Llama(CONFIG, dtype="float32").kv_groups(block_size=16, dtype="bfloat16")
+    (group,) = Decoder(CONFIG, dtype="float32").kv_groups(block_size=16, dtype="bfloat16")
     assert (group.kind, group.layers, group.kv_heads, group.head_dim) == ("full", (0, 1, 2), 2, 8)
     assert (group.dtype, group.block_size, group.window) == ("bfloat16", 16, None)
 
 
 def test_split_parameters_are_plain_arrays_and_merging_them_is_cheap():
-    graphdef, params = nnx.split(Llama(dataclasses.replace(CONFIG, num_layers=30), dtype="float32"))
+    graphdef, params = nnx.split(Decoder(dataclasses.replace(CONFIG, num_layers=30), dtype="float32"))
     leaves = jax.tree.leaves(params)
     assert all(isinstance(leaf, jax.Array) for leaf in leaves)
     assert len(leaves) == 30 * 6 + 3
@@ -157,6 +157,6 @@ def test_a_checkpoints_own_divisors_replace_the_scaling():
 
 def test_an_unknown_scaling_is_named():
     rope = RopeConfig()
-    object.__setattr__(rope, "kind", "yarn")  # The configuration readers refuse it before it comes here.
-    with pytest.raises(UnsupportedModelError, match="yarn"):
+    object.__setattr__(rope, "kind", "longrope")  # The configuration readers refuse it before it comes here.
+    with pytest.raises(UnsupportedModelError, match="longrope"):
         inverse_frequencies(rope, 8)

@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from octavo_core.errors import CheckpointError, ConfigError, UnsupportedModelError
-from octavo_models import Checkpoint, GenerationConfig, Llama, ModelConfig, RopeConfig, load_model, resolve
+from octavo_models import Checkpoint, Decoder, GenerationConfig, ModelConfig, RopeConfig, load_model, resolve
 from octavo_models._src.gguf_weights import half_split_order, hugging_face_name
 from octavo_models._src.weights import empty_aligned, row_chunks
 
@@ -48,7 +48,7 @@ def assert_same_weights(one, two):
 
 def random_tensors(config, dtype=np.float32):
     """Every tensor of a model under its Hugging Face name, as bfloat16 values."""
-    abstract = nnx.eval_shape(lambda: Llama(config, dtype="float32"))
+    abstract = nnx.eval_shape(lambda: Decoder(config, dtype="float32"))
     generator = np.random.default_rng(0)
     shapes = {name: (rows, *param.shape[1:]) for param, parts in abstract.weight_parts() for name, rows in parts}
     return {n: generator.normal(size=s).astype(ml_dtypes.bfloat16).astype(dtype) for n, s in shapes.items()}
@@ -144,7 +144,7 @@ def test_the_divisors_of_a_gguf_replace_the_rope_scaling(tmp_path, biased):
     scaled = dataclasses.replace(BIASED, rope=RopeConfig(kind="linear", factor=8.0))
     writer = gguf.GGUFWriter(tmp_path / "r.gguf", "llama")
     writer.add_tensor("rope_freqs.weight", np.array([1, 2, 4, 8], np.float32))
-    base = Llama(BIASED, dtype="float32").frequencies
+    base = Decoder(BIASED, dtype="float32").frequencies
     for name, values in tensors.items():
         layer = name.split(".")[2] if name.startswith("model.layers.") else None
         stem, _, kind = name.removeprefix(f"model.layers.{layer}.").rpartition(".")
@@ -223,7 +223,7 @@ def test_a_cut_gguf_file_is_refused_in_one_line(tmp_path, biased, keep):
 def test_unreadable_element_types_are_unsupported(tmp_path, biased):
     tensors = {**biased[0], "model.norm.weight": np.zeros(32, np.int8)}
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match="I8"):
+    with pytest.raises(UnsupportedModelError, match="int8"):
         load_model(checkpoint_of(BIASED, tmp_path / "model.safetensors"), dtype="float32", progress=False)
     writer = gguf.GGUFWriter(tmp_path / "q.gguf", "llama")
     blocks = np.zeros((2, 40), np.uint8)

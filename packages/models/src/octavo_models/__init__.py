@@ -1,7 +1,7 @@
 """Model families, weight loaders, tokenizers and chat templates.
 
 Two halves. Without jax: `octavo_models.checkpoints` finds and describes a checkpoint, `octavo_models.text` turns text into tokens
-and back. With jax: `Llama` and `load_model`. Names here are looked up on first use, so importing this package imports neither half.
+and back. With jax: `Decoder` and `load_model`. Names here are looked up on first use, so importing this package imports neither half.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo_models._src.llama import Llama
+    from octavo_models._src.decoder import Decoder
     from octavo_models._src.load import load_model
+    from octavo_models._src.load_packed import StoredWeights, load_packed
     from octavo_models.checkpoints import Checkpoint, GenerationConfig, ModelConfig, RopeConfig, resolve
     from octavo_models.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer, load_chat_template, load_tokenizer
 
@@ -20,15 +21,17 @@ __version__ = "0.1.0"
 _HOME = {
     "ChatTemplate": "octavo_models.text",
     "Checkpoint": "octavo_models.checkpoints",
+    "Decoder": "octavo_models._src.decoder",
     "Detokenizer": "octavo_models.text",
     "GenerationConfig": "octavo_models.checkpoints",
-    "Llama": "octavo_models._src.llama",
     "ModelConfig": "octavo_models.checkpoints",
     "RopeConfig": "octavo_models.checkpoints",
     "StopStrings": "octavo_models.text",
+    "StoredWeights": "octavo_models._src.load_packed",
     "Tokenizer": "octavo_models.text",
     "load_chat_template": "octavo_models.text",
     "load_model": "octavo_models._src.load",
+    "load_packed": "octavo_models._src.load_packed",
     "load_tokenizer": "octavo_models.text",
     "resolve": "octavo_models.checkpoints",
 }
@@ -36,15 +39,17 @@ _HOME = {
 __all__ = [
     "ChatTemplate",
     "Checkpoint",
+    "Decoder",
     "Detokenizer",
     "GenerationConfig",
-    "Llama",
     "ModelConfig",
     "RopeConfig",
     "StopStrings",
+    "StoredWeights",
     "Tokenizer",
     "load_chat_template",
     "load_model",
+    "load_packed",
     "load_tokenizer",
     "resolve",
 ]

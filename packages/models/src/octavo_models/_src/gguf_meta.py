@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from octavo_core.errors import CheckpointError, UnsupportedModelError
 from octavo_models._src.fields import Fields
-from octavo_models._src.hf_config import SERVED, check_heads
+from octavo_models._src.hf_config import check_heads
 from octavo_models._src.model_config import GenerationConfig, ModelConfig, RopeConfig
 
 _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -207,7 +207,7 @@ def model_config(header: GgufHeader) -> ModelConfig:
     _refuse_unserved(fields)
     hidden, heads = fields.integer("llama.embedding_length"), fields.integer("llama.attention.head_count")
     config = ModelConfig(
-        architecture=SERVED,
+        architecture="LlamaForCausalLM",
         vocab_size=_vocab_size(header, fields),
         hidden_size=hidden,
         intermediate_size=fields.integer("llama.feed_forward_length"),
@@ -225,7 +225,7 @@ def model_config(header: GgufHeader) -> ModelConfig:
         has_rope_freqs="rope_freqs.weight" in header.tensors,
     )
     names = ("llama.embedding_length", "llama.attention.head_count", "llama.attention.head_count_kv", "llama.attention.key_length")
-    check_heads(config, fields, names=names)
+    check_heads(config, fields, names=names, derived=not fields.has("llama.attention.key_length"))
     if fields.integer("llama.rope.dimension_count", config.head_dim) != config.head_dim:
         raise UnsupportedModelError(f"{header.path}: rotating only part of each head ('llama.rope.dimension_count') is not served")
     return config

@@ -16,7 +16,7 @@ import numpy as np
 
 from octavo_core.errors import CheckpointError, UnsupportedModelError
 from octavo_models._src.gguf_meta import GgufHeader, GgufTensor, read_gguf
-from octavo_models._src.weights import BFLOAT16, row_chunks
+from octavo_models._src.weights import BFLOAT16
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_BLOCK = {
@@ -84,15 +84,21 @@ class GGUFWeights:
         """Shape of a tensor that `names` lists."""
         return self._tensors[name].shape
 
-    def read(self, name: str, out: np.ndarray) -> None:
-        """Convert a tensor into `out`; through bfloat16 where the checkpoint is quantised."""
-        tensor, order = self._tensors[name], self._order(name, out.shape[0])
-        if out.ndim == 1:
-            whole = tensor.rows(self._raw, slice(None)).ravel()
-            out[:] = self._rounded(whole if order is None else whole[order])
-            return
-        for rows in row_chunks(out.shape[0], out[0].size):
-            out[rows] = self._rounded(tensor.rows(self._raw, rows if order is None else order[rows]))
+    def rows(self, name: str, index: slice) -> np.ndarray:
+        """Rows of a tensor in Hugging Face's order; bfloat16 where the checkpoint is quantised."""
+        tensor = self._tensors[name]
+        if len(tensor.shape) == 1:
+            order, whole = self._order(name, tensor.shape[0]), tensor.rows(self._raw, slice(None)).ravel()
+            return self._rounded((whole if order is None else whole[order])[index])
+        order = self._order(name, tensor.num_rows)
+        return self._rounded(tensor.rows(self._raw, index if order is None else order[index]))
+
+    def blocks(self, name: str) -> tuple[str, np.ndarray]:
+        """How a tensor is coded, by GGUF's name, and its coded rows in Hugging Face's order."""
+        tensor = self._tensors[name]
+        raw = tensor.coded(self._raw)
+        order = self._order(name, len(raw))
+        return tensor.kind.name, raw if order is None else raw[order]
 
     def _rounded(self, values: np.ndarray) -> np.ndarray:
         return values.astype(BFLOAT16) if self.is_quantised else values
@@ -119,12 +125,17 @@ class _Tensor:
             )
             raise CheckpointError(message)
         row_bytes = self.shape[-1] // per_block * block_bytes
-        self._bytes_shape = (math.prod(self.shape[:-1]), row_bytes)
+        self.num_rows = math.prod(self.shape[:-1])
+        self._bytes_shape = (self.num_rows, row_bytes)
         self._span = slice(tensor.offset, tensor.offset + math.prod(self._bytes_shape))
+
+    def coded(self, raw: np.ndarray) -> np.ndarray:
+        """All rows as they are."""
+        return raw[self._span].reshape(self._bytes_shape)
 
     def rows(self, raw: np.ndarray, index: slice | np.ndarray) -> np.ndarray:
         """Rows as float32."""
-        return gguf.quants.dequantize(raw[self._span].reshape(self._bytes_shape)[index], self.kind)
+        return gguf.quants.dequantize(self.coded(raw)[index], self.kind)
 
 
 def _coding(tensor: GgufTensor) -> tuple[gguf.GGMLQuantizationType, int, int]:

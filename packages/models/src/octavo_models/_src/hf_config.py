@@ -1,21 +1,24 @@
 """Hugging Face's config.json and generation_config.json as typed configurations.
 
-Knows old keys (`rope_theta`, `rope_scaling`, `torch_dtype`) and new ones (`rope_parameters`, `dtype`). Opens no weights.
+Knows what every family has in common: old keys (`rope_theta`, `rope_scaling`, `torch_dtype`) and new ones (`rope_parameters`, `dtype`). What is a
+family's own is in its file in `families`. Opens no weights.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from octavo_core.errors import CheckpointError, UnsupportedModelError
 from octavo_models._src.fields import Fields, read_json
-from octavo_models._src.model_config import GenerationConfig, ModelConfig, RopeConfig, RopeKind
+from octavo_models._src.model_config import ACTIVATIONS, Activation, GenerationConfig, ModelConfig, RopeConfig
+from octavo_models._src.quantisation import read_quantisation
 
-SERVED: Final = "LlamaForCausalLM"
 _DTYPES: Final = ("float32", "float16", "bfloat16")
-_ROPE_KINDS: Final = ("default", "linear", "llama3")
+_ROPE_KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -30,35 +33,61 @@ def read_model_config(path: Path) -> ModelConfig:
 
 def parse_model_config(values: Mapping[str, Any], *, source: str) -> ModelConfig:
     """As `read_model_config`, from the decoded object; `source` names it in errors."""
+    from octavo_models._src.families import family_of
+
     fields = Fields(values, source)
-    _refuse_unserved(fields)
+    family, name = family_of(fields)
+    return dataclasses.replace(family.read(fields, name), quantisation=read_quantisation(fields))
+
+
+def base_config(
+    fields: Fields,
+    architecture: str,
+    *,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    eps: float = 1e-6,
+    max_len: int = 2048,
+    tied: bool = False,
+    act_key: str = "hidden_act",
+    act: str = "silu",
+    **more: Any,
+) -> ModelConfig:
+    """What all families write the same way.
+
+    Args:
+        kv_heads, head_dim, eps, max_len, tied, act: What the family means where the file says nothing; None: derived from the heads.
+        act_key: Where the activation is named.
+        more: Other fields of the configuration.
+    """
+    refuse_unserved(fields)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads", heads)
+    own_dim = fields.integer("head_dim") if fields.has("head_dim") else head_dim
     config = ModelConfig(
-        architecture=SERVED,
+        architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
         intermediate_size=fields.integer("intermediate_size"),
         num_layers=fields.integer("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=fields.integer("head_dim") if fields.has("head_dim") else hidden // heads,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-        attention_bias=fields.boolean("attention_bias", False),
-        mlp_bias=fields.boolean("mlp_bias", False),
-        rope=_rope(fields),
+        num_kv_heads=fields.integer("num_key_value_heads", kv_heads or heads),
+        head_dim=hidden // heads if own_dim is None else own_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", eps),
+        max_position_embeddings=fields.integer("max_position_embeddings", max_len),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", tied),
+        hidden_act=activation(fields, act_key, act),
         dtype=_dtype(fields),
+        **{"rope": read_rope(fields), **more},
     )
-    check_heads(config, fields, names=("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    check_heads(config, fields, names=names, derived=own_dim is None)
     return config
 
 
-def check_heads(config: ModelConfig, fields: Fields, *, names: tuple[str, str, str, str]) -> None:
+def check_heads(config: ModelConfig, fields: Fields, *, names: tuple[str, str, str, str], derived: bool) -> None:
     """Refuse head counts that do not fit together; `names` are the file's words for hidden size, heads, KV heads, head size."""
     hidden, heads, kv_heads, head_dim = names
-    if not fields.has(head_dim) and config.hidden_size % config.num_heads:
+    if derived and config.hidden_size % config.num_heads:
         raise fields.fail(heads, f"a divisor of '{hidden}' ({config.hidden_size}) where '{head_dim}' is not given")
     if config.num_heads % config.num_kv_heads:
         raise fields.fail(kv_heads, f"a divisor of '{heads}' ({config.num_heads})")
@@ -66,23 +95,48 @@ def check_heads(config: ModelConfig, fields: Fields, *, names: tuple[str, str, s
         raise fields.fail(head_dim, f"even for rotary embedding (here {config.head_dim})")
 
 
-def _refuse_unserved(fields: Fields) -> None:
-    names = fields.values.get("architectures") or []
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise fields.fail("architectures", "a list of class names")
-    model_type = fields.text("model_type", "")
-    if SERVED not in names and (names or model_type != "llama"):
-        came = ", ".join(names) or model_type or "none named"
-        raise UnsupportedModelError(f"{fields.source}: architecture {came} is not served; this version serves {SERVED}")
-    if fields.has("quantization_config"):
-        raise UnsupportedModelError(
-            f"{fields.source}: 'quantization_config' is not served; use unquantised safetensors or a GGUF file"
-        )
+def refuse_unserved(fields: Fields) -> None:
+    """Options that no family is served with."""
     if fields.boolean("rope_interleaved", False):
         raise UnsupportedModelError(f"{fields.source}: 'rope_interleaved' is not served")
-    act = fields.text("hidden_act", "silu")
-    if act not in ("silu", "swish"):
-        raise UnsupportedModelError(f"{fields.source}: 'hidden_act' must be 'silu', got '{act}'")
+    if fields.number("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(f"{fields.source}: 'partial_rotary_factor' other than 1 is not served")
+
+
+def activation(fields: Fields, key: str, default: str) -> Activation:
+    """The activation a file names."""
+    name = fields.text(key, default)
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(f"{fields.source}: '{key}' must be one of {', '.join(ACTIVATIONS)}, got '{name}'")
+    return ACTIVATIONS[name]
+
+
+def layer_windows(fields: Fields, num_layers: int, window: int | None, is_sliding: list[bool]) -> tuple[int | None, ...]:
+    """Window of each layer: by `layer_types` where the file has them, otherwise by the family's rule.
+
+    Args:
+        window: Tokens that sliding layers look back; None: no layer slides.
+        is_sliding: The family's rule.
+
+    Raises:
+        CheckpointError: For a list of another length.
+        UnsupportedModelError: For a kind of layer that is not served.
+    """
+    if fields.has("layer_types"):
+        kinds = fields.values["layer_types"]
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            raise fields.fail("layer_types", f"a list of {num_layers} kinds, one a layer")
+        unknown = sorted({str(k) for k in kinds} - {"full_attention", "sliding_attention"})
+        if unknown:
+            raise UnsupportedModelError(
+                f"{fields.source}: layers of kind {', '.join(unknown)} are not served; full_attention and sliding_attention are"
+            )
+        is_sliding = [kind == "sliding_attention" for kind in kinds]
+        if any(is_sliding) and window is None:
+            raise fields.fail("sliding_window", "a number of tokens where 'layer_types' has sliding layers")
+    if window is None or not any(is_sliding):
+        return ()
+    return tuple(window if slides else None for slides in is_sliding)
 
 
 def _dtype(fields: Fields) -> str:
@@ -93,27 +147,49 @@ def _dtype(fields: Fields) -> str:
     return name
 
 
-def _rope(fields: Fields) -> RopeConfig:
-    key = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
-    values = fields.values.get(key) or {}
-    if not isinstance(values, dict):
-        raise fields.fail(key, "an object")
-    inner = Fields(values, f"{fields.source}: {key}")
+def read_rope(fields: Fields, *, theta: float = 10000.0, layer_type: str | None = None) -> RopeConfig:
+    """Rotary embedding in the old keys or the new ones.
+
+    Args:
+        theta: Base where the file says nothing.
+        layer_type: Which entry of `rope_parameters` to take where it has one for each type of layer.
+    """
+    inner = rope_fields(fields, layer_type)
     kind = inner.text("rope_type", inner.text("type", "default"))
     if kind not in _ROPE_KINDS:
         raise UnsupportedModelError(
             f"{inner.source}: rope type '{kind}' is not served; this version serves {', '.join(_ROPE_KINDS)}"
         )
-    if fields.number("partial_rotary_factor", 1.0) != 1.0 or inner.number("partial_rotary_factor", 1.0) != 1.0:
+    if inner.number("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError(f"{fields.source}: 'partial_rotary_factor' other than 1 is not served")
-    theta = inner.number("rope_theta", fields.number("rope_theta", 10000.0))
+    theta = inner.number("rope_theta", fields.number("rope_theta", theta))
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=inner.number("factor"))
+    if kind == "dynamic":
+        return RopeConfig(theta=theta, kind="dynamic", factor=inner.number("factor"))
+    return _llama3(inner, theta) if kind == "llama3" else _yarn(fields, inner, theta)
+
+
+def rope_fields(fields: Fields, layer_type: str | None = None) -> Fields:
+    """The object that describes rotary embedding; empty where there is none."""
+    key = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
+    values = fields.values.get(key) or {}
+    if not isinstance(values, dict):
+        raise fields.fail(key, "an object")
+    if any(isinstance(values.get(name), dict) for name in ("full_attention", "sliding_attention")):
+        key = f"{key}.{layer_type or 'full_attention'}"
+        values = values.get(layer_type or "full_attention") or {}
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{fields.source}: '{key}' must be an object, got {type(values).__name__}")
+    return Fields(values, f"{fields.source}: {key}")
+
+
+def _llama3(inner: Fields, theta: float) -> RopeConfig:
     rope = RopeConfig(
         theta=theta,
-        kind=cast(RopeKind, kind),
+        kind="llama3",
         factor=inner.number("factor"),
         low_freq_factor=inner.number("low_freq_factor"),
         high_freq_factor=inner.number("high_freq_factor"),
@@ -122,6 +198,33 @@ def _rope(fields: Fields) -> RopeConfig:
     if rope.high_freq_factor <= rope.low_freq_factor:
         raise inner.fail("high_freq_factor", f"above 'low_freq_factor' ({rope.low_freq_factor:g})")
     return rope
+
+
+def _yarn(fields: Fields, inner: Fields, theta: float) -> RopeConfig:
+    """As transformers: the factor may follow from the two lengths, the attention factor from the factor."""
+    own_len = fields.integer("max_position_embeddings", 2048)
+    original = inner.integer("original_max_position_embeddings", own_len)
+    factor = inner.number("factor") if inner.has("factor") else own_len / original
+    if inner.has("attention_factor"):
+        attention_factor = inner.number("attention_factor")
+    else:
+        whole, shared = inner.number("mscale", 0.0, closed=True), inner.number("mscale_all_dim", 0.0, closed=True)
+        attention_factor = yarn_mscale(factor, whole) / yarn_mscale(factor, shared) if whole and shared else yarn_mscale(factor)
+    return RopeConfig(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=inner.number("beta_fast", 32.0),
+        beta_slow=inner.number("beta_slow", 1.0),
+        truncate=inner.boolean("truncate", True),
+        attention_factor=attention_factor,
+    )
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """By how much YaRN sharpens attention for a stretch of `factor` (arXiv 2309.00071, equation 22)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:

@@ -8,6 +8,8 @@ accumulate in float32 and return float32; whoever calls casts, so that the cast 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,6 +17,9 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 FEW_ROWS = 32
+
+Parts = tuple[tuple[str, int], ...]
+"""The tensors of a checkpoint that make up a parameter, top to bottom: name, and rows of the parameter."""
 
 
 def dot_out_in(x: Float[Array, "tokens inner"], weight: Float[Array, "outer inner"]) -> Float32[Array, "tokens outer"]:
@@ -57,7 +62,7 @@ class Linear(nnx.Module):
 
     def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: jax.typing.DTypeLike, split: bool = False) -> None:
         """Zeros of the right shape; a loader or a test fills them."""
-        self.split = split
+        self.split, self.num_out = split, num_out
         self.weight = nnx.Param(jnp.zeros((num_out, num_in), dtype))
         self.bias = nnx.Param(jnp.zeros((num_out,), dtype)) if bias else None
 
@@ -66,24 +71,35 @@ class Linear(nnx.Module):
         y = (dot_out_in_split if self.split else dot_out_in)(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
+    def weight_parts(self, prefix: str, parts: Parts) -> Iterator[tuple[nnx.Param, Parts]]:
+        """Weight and bias of projections stacked in this one; `parts` names each without its ending."""
+        yield self.weight, tuple((f"{prefix}{name}.weight", rows) for name, rows in parts)
+        if self.bias is not None:
+            yield self.bias, tuple((f"{prefix}{name}.bias", rows) for name, rows in parts)
+
 
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation in float32, with a learned scale (arXiv 1910.07467).
 
     Attributes:
-        scale: `[hidden]`, in the model's dtype.
+        scale: `[hidden]`, in the model's dtype; `offset` is added to it.
     """
 
-    def __init__(self, size: int, *, eps: float, dtype: jax.typing.DTypeLike) -> None:
+    def __init__(self, size: int, *, eps: float, dtype: jax.typing.DTypeLike, offset: float = 0.0) -> None:
         """Scale one."""
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.scale = nnx.Param(jnp.ones((size,), dtype))
 
-    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float32[Array, "tokens hidden"]:
+    def __call__(self, x: Float[Array, "*tokens hidden"]) -> Float32[Array, "*tokens hidden"]:
         """The result is not rounded."""
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        return wide * lax.rsqrt(mean_square + self.eps) * self.scale[...].astype(jnp.float32)
+        scale = self.scale[...].astype(jnp.float32)
+        return wide * lax.rsqrt(mean_square + self.eps) * (scale + self.offset if self.offset else scale)
+
+    def weight_parts(self, name: str) -> Iterator[tuple[nnx.Param, Parts]]:
+        """The scale; `name` is the norm's, without its ending."""
+        yield self.scale, ((name + ".weight", self.scale.shape[0]),)
 
 
 class Embedding(nnx.Module):

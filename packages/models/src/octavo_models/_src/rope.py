@@ -3,7 +3,8 @@
 Knows how inverse frequencies follow from a RoPE configuration and how to rotate. Knows no checkpoint format: a loader that must
 permute weights to reach this convention does so itself.
 
-Source: RoFormer (arXiv 2104.09864) for the rotation; the `llama3` frequency ramp as published with Llama 3.1.
+Source: RoFormer (arXiv 2104.09864) for the rotation; the `llama3` frequency ramp as published with Llama 3.1; YaRN (arXiv 2309.00071)
+section 3.2, its ends as transformers computes them.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, divisors: Sequence[floa
     scaled: np.ndarray
     if divisors is not None:
         scaled = base / np.asarray(divisors, np.float32)
-    elif rope.kind == "default":
+    elif rope.kind in ("default", "dynamic"):
         scaled = base
     elif rope.kind == "linear":
         scaled = base / np.float32(rope.factor)
     elif rope.kind == "llama3":
         scaled = _llama3(base, rope)
+    elif rope.kind == "yarn":
+        scaled = _yarn(base, rope, head_dim)
     else:
-        raise UnsupportedModelError(f"RoPE scaling '{rope.kind}' is not supported; supported are default, linear and llama3")
+        raise UnsupportedModelError(
+            f"RoPE scaling '{rope.kind}' is not supported; supported are default, linear, dynamic, llama3 and yarn"
+        )
     return tuple(scaled.astype(np.float32).tolist())
 
 
@@ -55,12 +60,26 @@ def _llama3(base: np.ndarray, rope: RopeConfig) -> np.ndarray:
     return keep * base + (1 - keep) * base / np.float32(rope.factor)
 
 
+def _yarn(base: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Pairs that turn more than `beta_fast` times in the original context stay, those below `beta_slow` stretch; a ramp between them."""
+
+    def pair_of(turns: float) -> float:
+        return head_dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    stretch = np.clip((np.arange(len(base), dtype=np.float32) - low) / ((high - low) or 0.001), 0, 1)
+    return base * (1 - stretch) + base / np.float32(rope.factor) * stretch
+
+
 def rotation(
-    positions: Int32[Array, " tokens"], frequencies: Sequence[float]
+    positions: Int32[Array, " tokens"], frequencies: Sequence[float], factor: float = 1.0
 ) -> tuple[Float32[Array, "tokens 1 half"], Float32[Array, "tokens 1 half"]]:
-    """Cosine and sine of every token's angles, broadcast over heads; once per step, shared by all layers."""
+    """Cosine and sine of every token's angles times `factor`, broadcast over heads; once per step, shared by all layers."""
     angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies, jnp.float32)
-    return jnp.cos(angles), jnp.sin(angles)
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def rotate(
@@ -71,3 +90,8 @@ def rotate(
     """Rotate the pair (i, i + head_dim/2) of every head by its token's angle, in float32."""
     first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def halves_of_pairs(heads: Float[Array, "tokens heads head_dim"]) -> Float[Array, "tokens heads head_dim"]:
+    """Heads whose pairs are neighbours (2i, 2i+1), reordered for `rotate`."""
+    return heads.reshape(*heads.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(heads.shape)

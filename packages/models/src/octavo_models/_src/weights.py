@@ -11,16 +11,19 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from octavo_core.errors import CheckpointError, ConfigError
+from octavo_core.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _ALIGNMENT = 64
 _CHUNK_ELEMENTS = 1 << 19
 
 
+READABLE = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+
+
 @runtime_checkable
 class WeightSource(Protocol):
-    """Tensors of a checkpoint under their Hugging Face names."""
+    """Tensors of a checkpoint by name."""
 
     rope_divisors: tuple[float, ...] | None
     """The checkpoint's own divisors of the rotary frequencies, where it has some."""
@@ -31,8 +34,8 @@ class WeightSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor that `names` lists."""
 
-    def read(self, name: str, out: np.ndarray) -> None:
-        """Convert a tensor into `out`, which has its shape and dtype float32 or bfloat16."""
+    def rows(self, name: str, index: slice) -> np.ndarray:
+        """Rows of a tensor seen as a matrix, all its axes but the last together; elements of a vector."""
 
 
 def weight_dtype(dtype: str) -> np.dtype:
@@ -67,23 +70,37 @@ def fill(source: WeightSource, parts: tuple[tuple[str, int], ...], shape: tuple[
 
     Args:
         source: Where they are.
-        parts: Name of each and its length along the first axis.
+        parts: Name of each and its rows in the whole, seen as a matrix (or as a vector, where it has as many elements as rows).
         shape: Of the whole.
         dtype: Of the result.
 
     Raises:
         CheckpointError: When one is missing or has another shape; the message names it.
+        UnsupportedModelError: When its elements are no plain floating-point numbers.
     """
     out = empty_aligned(shape, dtype)
+    num_rows = sum(length for _, length in parts)
+    flat = out.reshape(-1) if out.size == num_rows else out.reshape(num_rows, -1)
     start = 0
     for name, length in parts:
-        wanted = (length, *shape[1:])
-        if name not in source.names():
-            raise CheckpointError(
-                f"the checkpoint has no tensor '{name}' (wanted shape {wanted}); it is incomplete or of another kind"
-            )
-        if source.shape(name) != wanted:
-            raise CheckpointError(f"tensor '{name}' has shape {source.shape(name)}, but the configuration asks for {wanted}")
-        source.read(name, out[start : start + length])
+        _check(source, name, (length, *flat.shape[1:]))
+        _read(source, name, flat[start : start + length])
         start += length
     return out
+
+
+def _check(source: WeightSource, name: str, wanted: tuple[int, ...]) -> None:
+    if name not in source.names():
+        raise CheckpointError(f"the checkpoint has no tensor '{name}' (wanted shape {wanted}); it is incomplete or of another kind")
+    if source.shape(name) != wanted:
+        raise CheckpointError(f"tensor '{name}' has shape {source.shape(name)}, but the configuration asks for {wanted}")
+
+
+def _read(source: WeightSource, name: str, out: np.ndarray) -> None:
+    for rows in row_chunks(out.shape[0], out[0].size):
+        values = source.rows(name, rows)
+        if values.dtype not in READABLE:
+            raise UnsupportedModelError(
+                f"tensor '{name}' has elements of type {values.dtype}; read are float32, float16 and bfloat16"
+            )
+        out[rows] = values
