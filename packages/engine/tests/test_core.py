@@ -247,6 +247,8 @@ def test_logs_hold_typed_records_of_steps_and_requests(make_llm, tmp_path):
     logged.generate([[1] * 30, [2] * 3], GREEDY)
     logged.close()
     steps, requests = list(read_log(tmp_path / "steps", StepRecord)), list(read_log(tmp_path / "requests", RequestRecord))
+    # Chunks of 16, 14 + 2 and 1 tokens, the last of which counts as a decode.
+    assert sum(s.prefill_pairs for s in steps) == 30 * 31 // 2 + 2 * 3 // 2
     assert [s.step for s in steps] == list(range(len(steps)))
     assert sum(s.prefill_tokens for s in steps) >= 30
     assert {(r.prompt_tokens, r.output_tokens, r.finish_reason) for r in requests} == {(30, 12, "length"), (3, 12, "length")}

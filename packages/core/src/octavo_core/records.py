@@ -28,6 +28,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         output_s: Seconds of handing out its tokens.
         num_running, num_waiting, num_free_blocks: After planning.
         preempted: Request id of the sequence that gave up its blocks, or None.
+        prefill_pairs: For each prompt token of the step, the tokens it sees, itself included: what attention of prompts costs.
     """
 
     step: int
@@ -46,6 +47,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     num_free_blocks: int
     preempted: str | None = None
+    prefill_pairs: int = 0
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ from octavo_core.wire import EngineOutput, EngineRequest, EngineStats, FinishRea
 from octavo_engine._src.collect import PromptScores, token_scores
 from octavo_engine._src.intake import Queue, fill_arrivals, fill_sampling
 from octavo_engine._src.kv_events import KVEvents
-from octavo_engine._src.logs import Logs
+from octavo_engine._src.logs import Logs, prefill_pairs
 from octavo_engine._src.occupancy import Occupancy
 from octavo_engine._src.planner import Planner
 from octavo_engine._src.runner import Dispatched, ModelRunner
@@ -343,6 +343,7 @@ class EngineCore:
                 num_waiting=int(plan.num_waiting) + len(self._queue),
                 num_free_blocks=int(plan.events.num_free[0]),
                 preempted=flight.preempted,
+                prefill_pairs=prefill_pairs(plan),
             )
         )
 

@@ -9,8 +9,10 @@ from typing import IO
 
 import msgspec
 import numpy as np
+import numpy as np
 
 from octavo_core.errors import ConfigError
+from octavo_core.plan import StepPlan
 from octavo_core.plan import StepPlan
 from octavo_core.records import RequestRecord, StepRecord
 from octavo_engine._src.sequence import Sequence
@@ -76,6 +78,13 @@ class Logs:
             if file is not None:
                 _attempt(file, file.close)
         self._steps = self._requests = None
+
+
+def prefill_pairs(plan: StepPlan) -> int:
+    """For each prompt token of a step, the tokens it sees, itself included."""
+    query = np.diff(plan.query_start)[int(plan.num_single) : int(plan.num_rows)].astype(np.int64)
+    context = plan.context_len[int(plan.num_single) : int(plan.num_rows)]
+    return int(np.sum(query * context - query * (query - 1) // 2))
 
 
 def prefill_pairs(plan: StepPlan) -> int:
