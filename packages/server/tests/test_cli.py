@@ -13,9 +13,10 @@ import uvicorn
 from octavo_core.errors import ConfigError
 from octavo_core.wire import ModelCard
 from octavo_server import __version__, cli
-from octavo_server._src import chat_command, serve_command
+from octavo_server._src import chat_command
 from octavo_server._src.config import ServerConfig
 from octavo_server._src.serving import bind, url_of
+from octavo_server._src.texts import load_frontend
 
 
 @pytest.fixture
@@ -136,11 +137,11 @@ def test_a_chat_template_is_given_as_text_or_file(checkpoint: Path, tmp_path: Pa
         path = tmp_path / "template.jinja"
         path.write_text("{{ messages[0].content }}!")
         value = str(path)
-    _, template = serve_command.load_frontend(Engine(), ServerConfig(chat_template=value))
+    _, template = load_frontend(Engine().card, ServerConfig(chat_template=value))
     assert template.render([{"role": "user", "content": "hi"}]) == "hi!"
     with pytest.raises(ConfigError, match="--chat-template"):
-        serve_command.load_frontend(Engine(), ServerConfig(chat_template="/no/such/file"))
-    assert serve_command.load_frontend(Engine(), ServerConfig(skip_tokenizer_init=True)) == (None, None)
+        load_frontend(Engine().card, ServerConfig(chat_template="/no/such/file"))
+    assert load_frontend(Engine().card, ServerConfig(skip_tokenizer_init=True)) == (None, None)
 
 
 @pytest.mark.parametrize("fields", [{"port": 70000}, {"max_body_bytes": 5}, {"shutdown_timeout": -1.0}, {"root_path": "x"}, {"root_path": "/x/"}, {"api_key": ("",)}, {"api_key": ("a b",)}])  # fmt: skip

@@ -246,7 +246,7 @@ def test_a_failure_nobody_foresaw_is_500_without_a_traceback(api, caplog) -> Non
     def broken(request):
         raise ZeroDivisionError("secret detail")
 
-    api.engine.generate = broken
+    api.engine.submit = broken
     response = api.post("/v1/completions", {"prompt": "x"})
     assert refused(response, 500)["code"] == "internal_error"
     assert "secret" not in response.text

@@ -1,12 +1,12 @@
 """Octavo's shared vocabulary.
 
-Floor 1 (no jax): `errors`, `config`, `keys`, `wire`, `records`.
+Floor 1 (no jax): `errors`, `config`, `keys`, `wire`, `frames`, `records`.
 Floor 2 (needs the extra `jax`): `specs`, `plan`, `seams`, `testing`.
 Importing this package imports floor 1 only.
 """
 
-from octavo_core import config, errors, keys, records, wire
+from octavo_core import config, errors, frames, keys, records, wire
 
 __version__ = "0.1.0"
 
-__all__ = ["config", "errors", "keys", "records", "wire"]
+__all__ = ["config", "errors", "frames", "keys", "records", "wire"]

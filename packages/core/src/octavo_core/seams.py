@@ -248,3 +248,9 @@ class Clock(Protocol):
 
     def now_s(self) -> float:
         """Seconds from an arbitrary start; never falls."""
+    def submit(self, requests: Sequence[EngineRequest]) -> Sequence[AsyncIterator[EngineOutput]]:
+        """`generate` for several requests that are queued together: all, or none and every iterator raises (or this call does).
+
+        A request whose iterator is never read must be aborted.
+        """
+

@@ -1,6 +1,7 @@
 """What frontend and engine core say to each other: one frame header and a few typed messages.
 
-Knows bytes; knows no transport. In one process the messages travel as objects, between processes as frames.
+Knows bytes; knows no transport. In one process the messages travel as objects, between processes as frames: `octavo_core.frames` has
+the layout of outputs, whose tokens and scores travel as raw arrays.
 
 Shapes: token ids are Python ints in `[0, vocab_size)`; log-probabilities are natural logarithms.
 """
@@ -13,10 +14,11 @@ from typing import Any, Final
 
 import msgspec
 
+from octavo_core import errors
 from octavo_core.errors import FrameError
 
 MAGIC: Final = 0x4F435456
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 class FrameHeader(ctypes.LittleEndianStructure):
@@ -39,11 +41,17 @@ HEADER_BYTES: Final = ctypes.sizeof(FrameHeader)
 
 
 class FrameKind(enum.IntEnum):
-    """What the payload is."""
+    """What the payload is: sequences to queue together, an id to abort, outputs of a step, a refusal of a REQUEST, a reading."""
 
     REQUEST = 1
     ABORT = 2
     OUTPUT = 3
+    REFUSED = 4
+    STATS = 5
+
+
+MORE: Final = 1
+"""Flag: the payload goes on in the next frame."""
 
 
 class FinishReason(enum.StrEnum):
@@ -134,6 +142,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         finish_reason: Set in the last output and only there.
         stop_token_id: The stop or end-of-sequence token that ended it.
         num_cached_tokens: Prompt tokens taken from the prefix cache.
+        queue_s: With the first output: seconds from receipt to its first step.
         error: A sentence for the caller when `finish_reason` is `ERROR`.
     """
 
@@ -144,6 +153,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
+    queue_s: float | None = None
     error: str | None = None
 
 
@@ -204,27 +214,71 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     recompiles: int = 0
 
 
-Message = EngineRequest | EngineOutput | str
+class Refusal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Why the sequences of a REQUEST frame were not queued, none of them: an error of `octavo_core.errors` by class name."""
+
+    kind: str
+    message: str
+    count: int = 1
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float = 1.0
+
+    @classmethod
+    def of(cls, error: Exception, count: int) -> Refusal:
+        """What the other side is told of an error."""
+        fields = {name: value for name in ("param", "code", "retry_after_s") if (value := getattr(error, name, None)) is not None}
+        return cls(kind=type(error).__name__, message=str(error), count=count, **fields)
+
+    def error(self) -> Exception:
+        """The error again."""
+        kind = getattr(errors, self.kind, None)
+        if kind is errors.OverloadedError:
+            return errors.OverloadedError(self.message, retry_after_s=self.retry_after_s)
+        if isinstance(kind, type) and issubclass(kind, errors.RequestError):
+            return kind(self.message, param=self.param, code=self.code)
+        return errors.EngineDeadError(f"{self.kind}: {self.message}")
+
+
+Message = list[EngineRequest] | str | Refusal | EngineStats
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: dict[FrameKind, msgspec.msgpack.Decoder[Any]] = {
-    FrameKind.REQUEST: msgspec.msgpack.Decoder(EngineRequest),
+    FrameKind.REQUEST: msgspec.msgpack.Decoder(list[EngineRequest]),
     FrameKind.ABORT: msgspec.msgpack.Decoder(str),
-    FrameKind.OUTPUT: msgspec.msgpack.Decoder(EngineOutput),
+    FrameKind.REFUSED: msgspec.msgpack.Decoder(Refusal),
+    FrameKind.STATS: msgspec.msgpack.Decoder(EngineStats),
 }
 
 
-def pack_frame(kind: FrameKind, message: Message, *, sequence: int, step: int = 0, request: int = 0) -> bytes:
-    """A message as header and msgpack payload."""
-    payload = _ENCODER.encode(message)
-    header = FrameHeader(MAGIC, VERSION, int(kind), 0, len(payload), request, step, sequence)
+def encode(message: Message) -> bytes:
+    """The payload of every kind but OUTPUT."""
+    return _ENCODER.encode(message)
+
+
+def decode(kind: int, payload: bytes) -> Message:
+    """The inverse of `encode`.
+
+    Raises:
+        FrameError: When kind or payload are not what this version writes.
+    """
+    try:
+        message: Message = _DECODERS[FrameKind(kind)].decode(payload)
+    except (KeyError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise FrameError(f"a frame of kind {kind} does not decode: {error}") from None
+    return message
+
+
+def pack_frame(kind: FrameKind, payload: bytes, *, sequence: int, step: int = 0, request: int = 0, flags: int = 0) -> bytes:
+    """A payload behind its header."""
+    header = FrameHeader(MAGIC, VERSION, int(kind), flags, len(payload), request, step, sequence)
     return bytes(header) + payload
 
 
-def unpack_frame(frame: bytes) -> tuple[FrameHeader, Message]:
+def unpack_frame(frame: bytes) -> tuple[FrameHeader, bytes]:
     """The inverse of `pack_frame`.
 
     Raises:
-        FrameError: When magic, version, kind, length or payload are not what this version writes.
+        FrameError: When magic, version, kind or length are not what this version writes.
     """
     if len(frame) < HEADER_BYTES:
         raise FrameError(f"a frame has at least {HEADER_BYTES} bytes, got {len(frame)}")
@@ -233,8 +287,9 @@ def unpack_frame(frame: bytes) -> tuple[FrameHeader, Message]:
         raise FrameError(f"wanted magic {MAGIC:#x} version {VERSION}, got {header.magic:#x} version {header.version}")
     if header.length != len(frame) - HEADER_BYTES:
         raise FrameError(f"the header promises {header.length} payload bytes, {len(frame) - HEADER_BYTES} came")
-    try:
-        message: Message = _DECODERS[FrameKind(header.kind)].decode(frame[HEADER_BYTES:])
-    except (ValueError, RecursionError, msgspec.DecodeError) as error:
-        raise FrameError(f"a frame of kind {header.kind} does not decode: {error}") from None
-    return header, message
+    if header.kind not in _KINDS:
+        raise FrameError(f"a frame is of kind {', '.join(map(str, _KINDS))}, got {header.kind}")
+    return header, frame[HEADER_BYTES:]
+
+
+_KINDS: Final = tuple(int(kind) for kind in FrameKind)

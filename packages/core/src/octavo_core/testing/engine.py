@@ -1,5 +1,7 @@
 """The smallest legal `Engine`, and the conformance suite of the seam.
 
+Size: the suite reads best beside the engine that passes it.
+
 `ToyEngine` has no model: its logits are a pseudo-random function of the last three tokens. Everything else is real: sampling
 parameters, scores, queue, abort, counters, a prefix memory that reports cached tokens. Imports numpy, and no jax, so that
 frontends can be tested without it.
@@ -53,6 +55,7 @@ class ToyEngine:
         self._script, self._delay_s, self._fail_at = list(script), delay_s, fail_at
         self._max_running, self._max_waiting = max_running, max_waiting
         self._live: dict[str, bool] = {}
+        self._unread: set[str] = set()
         self._running = 0
         self._blocks: set[bytes] = set()
         self._counters = dict.fromkeys(
@@ -80,18 +83,38 @@ class ToyEngine:
         )
 
     async def abort(self, request_id: str) -> None:
-        """End a request; unknown ids are ignored."""
-        if request_id in self._live:
+        """End a request; unknown ids are ignored. One whose outputs nobody has begun to read is forgotten at once."""
+        if request_id in self._unread:
+            self._unread.discard(request_id)
+            del self._live[request_id]
+        elif request_id in self._live:
             self._live[request_id] = True
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """One output per token."""
-        self._refuse(request)
-        self._live[request.request_id] = False
+        async with aclosing(self.submit([request])[0]) as outputs:
+            async for output in outputs:
+                yield output
+
+    def submit(self, requests: Sequence[EngineRequest]) -> list[AsyncGenerator[EngineOutput, None]]:
+        """Queue all or none."""
+        for request in requests:
+            self._refuse(request, len(requests))
+        names = [request.request_id for request in requests]
+        self._live |= dict.fromkeys(names, False)
+        self._unread |= set(names)
+        return [self._outputs(request) for request in requests]
+
+    async def _outputs(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        aborted = EngineOutput(request_id=request.request_id, finish_reason=FinishReason.ABORT)
+        if request.request_id not in self._unread:
+            yield aborted
+            return
+        self._unread.discard(request.request_id)
         try:
             async with self._turn(request.request_id) as is_running:
                 if not is_running:
-                    yield EngineOutput(request_id=request.request_id, finish_reason=FinishReason.ABORT)
+                    yield aborted
                     return
                 async with aclosing(self._tokens(request)) as outputs:
                     async for output in outputs:
@@ -99,7 +122,7 @@ class ToyEngine:
         finally:
             del self._live[request.request_id]
 
-    def _refuse(self, request: EngineRequest) -> None:
+    def _refuse(self, request: EngineRequest, count: int) -> None:
         if self.error is not None:
             raise EngineDeadError(self.error)
         ids, limit = request.prompt_ids, self.card.max_model_len
@@ -109,7 +132,7 @@ class ToyEngine:
             raise RequestError(f"token ids are in [0, {self.card.vocab_size}), got {min(ids)}..{max(ids)}", param="prompt")
         if len(ids) + (request.sampling.max_tokens or 1) > limit:
             raise ContextLengthError(f"prompt and answer have at most {limit} tokens, the prompt has {len(ids)}", param="prompt")
-        if len(self._live) - self._running >= self._max_waiting:
+        if len(self._live) - self._running + count > self._max_waiting:
             raise OverloadedError(f"at most {self._max_waiting} sequences wait, and so many do; try again later")
 
     @asynccontextmanager
@@ -148,6 +171,7 @@ class ToyEngine:
                 finish_reason=reason,
                 stop_token_id=stop,
                 num_cached_tokens=cached,
+                queue_s=0.0 if position == 0 else None,
                 error="the toy was told to fail" if reason is FinishReason.ERROR else None,
             )
             if reason is not None:
@@ -359,6 +383,26 @@ async def check_bad_requests_are_refused(engine: Any, prompt_ids: Sequence[int])
     )
 
 
+async def check_submit_queues_all_or_none(engine: Any, prompt_ids: Sequence[int]) -> None:
+    """Of several sequences one of which is wrong none is run; of right ones each has its own outputs."""
+    good = [_request(f"group-{i}", prompt_ids) for i in range(3)]
+    try:
+        for outputs in engine.submit([*good, _request("group-bad", [])]):
+            [output async for output in outputs]
+    except RequestError:
+        pass
+    else:
+        raise AssertionError("a group with an empty prompt was served")
+    await _require_idle(engine)
+    alone = tokens_of(await collect(engine, good[0]))
+    for outputs in engine.submit(good):
+        _require(tokens_of([output async for output in outputs]) == alone, "a sequence of a group has other tokens than alone")
+    for request in [_request(f"unread-{i}", prompt_ids, max_tokens=200) for i in range(2)]:
+        engine.submit([request])
+        await engine.abort(request.request_id)
+    await _require_idle(engine)
+
+
 async def check_counters(engine: Any, prompt_ids: Sequence[int]) -> None:
     """A ready engine says so, and its counters rise by what was served."""
     await _require_idle(engine)
@@ -382,6 +426,7 @@ ENGINE_CHECKS: tuple[Callable[[Any, Sequence[int]], Awaitable[None]], ...] = (
     check_logprobs,
     check_prompt_logprobs,
     check_bad_requests_are_refused,
+    check_submit_queues_all_or_none,
     check_counters,
 )
 """The conformance suite: `for check in ENGINE_CHECKS: await check(engine, prompt_ids)`."""

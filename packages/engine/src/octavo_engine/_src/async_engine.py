@@ -12,30 +12,53 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Final
 
 import msgspec
 
 from octavo_core.errors import EngineDeadError, RequestError
 from octavo_core.wire import EngineOutput, EngineRequest, EngineStats, FinishReason, ModelCard
-from octavo_engine._src.compose import Built, Table, build
+from octavo_engine._src.compose import SWITCH_INTERVAL_S, Built, Table, build
 from octavo_engine.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
 IDLE_S: Final = 0.5
-SWITCH_INTERVAL_S: Final = 0.001
-"""Seconds after which Python's threads hand over: the default of 5 ms would stand beside every step."""
 
 
-class _Stream:
-    """Where the outputs of one request wait for their reader; bounded by the request's own length."""
+class _Stream(AsyncIterator[EngineOutput]):
+    """The outputs of one request on their way to its reader; bounded by the request's own length.
 
-    def __init__(self) -> None:
+    Ending it early, read or not, aborts the request.
+    """
+
+    def __init__(self, engine: AsyncEngine, request_id: str) -> None:
         self.loop = asyncio.get_running_loop()
         self.outputs: deque[EngineOutput] = deque()
         self.news = asyncio.Event()
+        self._engine, self._request_id = engine, request_id
+        self._finished = False
+
+    async def __anext__(self) -> EngineOutput:
+        if self._finished:
+            raise StopAsyncIteration
+        while not self.outputs:
+            await self.news.wait()
+            self.news.clear()
+        output = self.outputs.popleft()
+        self._finished = output.finish_reason is not None
+        if output.finish_reason is FinishReason.ERROR and self._engine.error is not None:
+            raise EngineDeadError(self._engine.error)
+        return output
+
+    async def aclose(self) -> None:
+        """Stop reading; a request that still runs is aborted."""
+        if not self._finished:
+            self._finished = True
+            self._engine.forget(self._request_id)
+            await self._engine.abort(self._request_id)
 
 
 class AsyncEngine:
@@ -49,7 +72,7 @@ class AsyncEngine:
         self._inbox: deque[EngineRequest | str] = deque()
         self._wake = threading.Event()
         self._closing = False
-        self._error: str | None = None
+        self.error: str | None = None
         self._last_turn_s = time.monotonic()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="octavo-engine-core", daemon=True)
@@ -72,52 +95,49 @@ class AsyncEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """Outputs until the one with a finish reason; closing the iterator early aborts. See the seam."""
-        stream = self._submit(request)
-        finished = False
-        try:
-            while not finished:
-                await stream.news.wait()
-                stream.news.clear()
-                while stream.outputs:
-                    output = stream.outputs.popleft()
-                    finished = output.finish_reason is not None
-                    yield output
-        finally:
-            self._streams.pop(request.request_id, None)
-            if not finished:
-                self._post(request.request_id)
+        async with aclosing(self.submit([request])[0]) as outputs:
+            async for output in outputs:
+                yield output
 
-    def _submit(self, request: EngineRequest) -> _Stream:
+    def submit(self, requests: Sequence[EngineRequest]) -> list[_Stream]:
+        """Queue all of these, or none; each iterator is `generate`'s. See the seam."""
+        names = [request.request_id for request in requests]
         with self._lock:
-            if self._error is not None:
-                raise EngineDeadError(self._error)
-            if request.request_id in self._streams:
-                raise RequestError(f"request id '{request.request_id}' is in use; ids of live requests are unique")
+            if self.error is not None:
+                raise EngineDeadError(self.error)
+            taken = next((name for i, name in enumerate(names) if name in self._streams or name in names[:i]), None)
+            if taken is not None:
+                raise RequestError(f"request id '{taken}' is in use; ids of live requests are unique")
             # One C call: the loop thread takes from the inbox meanwhile.
             queued = [item for item in tuple(self._inbox) if isinstance(item, EngineRequest)]
-            self._core.check([request], also_waiting=queued)
-            stream = self._streams[request.request_id] = _Stream()
-            self._inbox.append(request)
+            self._core.check(list(requests), also_waiting=queued)
+            streams = [_Stream(self, name) for name in names]
+            self._streams.update(zip(names, streams, strict=True))
+            self._inbox.extend(requests)
         self._wake.set()
-        return stream
+        return streams
+
+    def forget(self, request_id: str) -> None:
+        """Nobody reads this request's outputs any more."""
+        self._streams.pop(request_id, None)
 
     def _post(self, request_id: str) -> None:
         self._inbox.append(request_id)
         self._wake.set()
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its stream ends with `FinishReason.ABORT`."""
+        """End a request; its stream, if it is read, ends with `FinishReason.ABORT`."""
         self._post(request_id)
 
     def stats(self) -> EngineStats:
         """A reading of the step loop."""
         age = time.monotonic() - self._last_turn_s
-        is_ready = self._error is None and not self._closing
+        is_ready = self.error is None and not self._closing
         reading = self._core.stats()
-        if self._error is not None:
+        if self.error is not None:
             reading = msgspec.structs.replace(reading, num_running=0, num_waiting=0, kv_usage=0.0, kv_wasted_slots=0, kv_waste=0.0)
         return msgspec.structs.replace(
-            reading, is_ready=is_ready, error=self._error, last_step_age_s=age, recompiles=self._built.compiles.count
+            reading, is_ready=is_ready, error=self.error, last_step_age_s=age, recompiles=self._built.compiles.count
         )
 
     def close(self) -> None:
@@ -155,14 +175,15 @@ class AsyncEngine:
     def _fail(self, reason: str) -> None:
         """End every stream with an error, whatever state the core is in, and take no more."""
         with self._lock:
-            self._error = reason
+            self.error = reason
             names = list(self._streams)
         self._deliver([EngineOutput(request_id=name, finish_reason=FinishReason.ERROR, error=reason) for name in names])
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, EngineOutput]]] = {}
         for output in outputs:
-            stream = self._streams.get(output.request_id)
+            ends = output.finish_reason is not None
+            stream = self._streams.pop(output.request_id, None) if ends else self._streams.get(output.request_id)
             if stream is not None and not stream.loop.is_closed():
                 by_loop.setdefault(stream.loop, []).append((stream, output))
         for loop, batch in by_loop.items():

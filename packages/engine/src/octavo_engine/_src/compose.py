@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import psutil
 from flax import nnx
 
+from octavo_core.config import from_mapping
 from octavo_core.errors import ConfigError
 from octavo_core.seams import AttentionBackend, Model, PrefixCache
 from octavo_core.specs import CacheSpec, KVGroupSpec
@@ -31,6 +33,7 @@ from octavo_engine._src.kv_events import KVEvents
 from octavo_engine._src.logs import Logs
 from octavo_engine._src.planner import Planner
 from octavo_engine._src.plug import build_prefix_cache, find_prefix_cache
+from octavo_engine._src.process.flight import FlightRecorder
 from octavo_engine._src.runner import ModelRunner
 from octavo_engine._src.validate import MAX_BIAS, MAX_STOP
 from octavo_engine.config import EngineConfig
@@ -44,6 +47,8 @@ from octavo_scheduler import ChunkedScheduler, SchedulerConfig
 MAX_ARRIVALS = 8
 MAX_EOS = 16
 WAITING_SLOTS = 64
+SWITCH_INTERVAL_S = 0.001
+"""Seconds after which Python's threads hand over: the default of 5 ms would stand beside every step."""
 
 Table = list[tuple[str, str, str]]
 
@@ -60,6 +65,15 @@ class Built:
     logs: Logs
     kv_events: KVEvents | None
 
+    @property
+    def recompiles(self) -> int:
+        """Compilations since it became ready."""
+        return self.compiles.count
+
+    def flush(self) -> None:
+        """Hand the logs to the operating system."""
+        self.logs.flush()
+
     def close(self) -> None:
         """Stop listening for compilations, publish what is left, close the logs."""
         self.compiles.close()
@@ -68,14 +82,20 @@ class Built:
         self.logs.close()
 
 
-def build(config: EngineConfig) -> Built:
+def build_for_process(config: Mapping[str, Any], recorder: FlightRecorder) -> Built:
+    """`build` for a process of its own, whose steps a recorder keeps."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    return build(from_mapping(EngineConfig, config), recorder)
+
+
+def build(config: EngineConfig, recorder: FlightRecorder | None = None) -> Built:
     """Load, size, compile.
 
     Raises:
         ConfigError: For settings that cannot work together.
         CheckpointError: For a model that cannot be read.
     """
-    logs = Logs(config.step_log, config.request_log)
+    logs = Logs(config.step_log, config.request_log, recorder)
     kv_events: KVEvents | None = None
     try:
         chosen = kv_events_config.parse(config.kv_events_config)

@@ -13,6 +13,7 @@ import numpy as np
 
 from octavo_core.errors import ConfigError
 from octavo_core.plan import StepPlan
+from octavo_engine._src.process.flight import FlightRecorder
 from octavo_core.plan import StepPlan
 from octavo_core.records import RequestRecord, StepRecord
 from octavo_engine._src.sequence import Sequence
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 class Logs:
     """Appends records to the files that were asked for.
 
+        recorder: Told every step.
     Args:
         step_log, request_log: Paths, or None for no such log.
 
@@ -30,7 +32,8 @@ class Logs:
         ConfigError: When a file cannot be opened for writing.
     """
 
-    def __init__(self, step_log: str | None, request_log: str | None) -> None:
+    def __init__(self, step_log: str | None, request_log: str | None, recorder: FlightRecorder | None = None) -> None:
+        self._recorder = recorder
         self._encoder = msgspec.json.Encoder()
         self._steps = _open("--step-log", step_log)
         self._requests = _open("--request-log", request_log)
@@ -38,8 +41,10 @@ class Logs:
     @property
     def wants_steps(self) -> bool:
         """Steps are logged."""
-        return self._steps is not None
+        return self._steps is not None or self._recorder is not None
 
+        if self._recorder is not None:
+            self._recorder.step(record)
     def step(self, record: StepRecord) -> None:
         """Append a step."""
         self._steps = self._append(self._steps, record)

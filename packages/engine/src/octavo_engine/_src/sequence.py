@@ -62,6 +62,7 @@ class Sequence:
             finish_reason=self.finish,
             stop_token_id=token if self.finish is FinishReason.STOP else None,
             num_cached_tokens=self.cached_len,
+            queue_s=self.started_s - self.arrival_s if is_first and self.started_s is not None else None,
         )
 
     def _finish_after(self, token: int) -> FinishReason | None:

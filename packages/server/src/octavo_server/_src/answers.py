@@ -6,6 +6,7 @@ joining the very deltas a stream would have sent.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 import uuid
@@ -167,10 +168,16 @@ def _name(served: Served, request: Generation) -> str:
 
 
 async def _deltas(state: ServerState, served: Served, call: Call, job: Job) -> AsyncGenerator[tuple[int, Delta], None]:
-    streams = [assemble(state, served, choice) for choice in choices_of(call, served, job)]
-    async with aclosing(merge(streams)) as merged:
-        async for index, delta in merged:
-            yield index, _without_generated(delta) if job.drops_generated else delta
+    choices = choices_of(call, served, job)
+    promised = served.engine.submit([choice.request for choice in choices])
+    streams = [assemble(state, served, *pair) for pair in zip(choices, promised, strict=True)]
+    try:
+        async with aclosing(merge(streams)) as merged:
+            async for index, delta in merged:
+                yield index, _without_generated(delta) if job.drops_generated else delta
+    finally:
+        for outputs in promised:  # those of streams that nobody began to read, too
+            await asyncio.shield(outputs.aclose())  # type: ignore[attr-defined]
 
 
 def _without_generated(delta: Delta) -> Delta:

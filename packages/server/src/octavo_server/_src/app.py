@@ -65,6 +65,7 @@ def _routes(state: ServerState, information: Information) -> list[Route]:
         Route("/tokenize", JsonEndpoint(state, tokenize), methods=["POST"]),
         Route("/detokenize", JsonEndpoint(state, detokenize), methods=["POST"]),
         Route("/health", information.health),
+        Route("/ready", information.ready),
         Route("/version", information.version),
         Route("/openapi.json", information.openapi),
         Route("/metrics", information.metrics),

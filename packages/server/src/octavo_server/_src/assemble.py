@@ -53,8 +53,8 @@ class Choice:
     text: TextStream | None
 
 
-async def assemble(state: ServerState, served: Served, choice: Choice) -> AsyncGenerator[Delta, None]:
-    """The deltas of one sequence.
+async def assemble(state: ServerState, served: Served, choice: Choice, outputs: Any) -> AsyncGenerator[Delta, None]:
+    """The deltas of one sequence, from the outputs the engine promised for it.
 
     Raises:
         OctavoError: The engine refused the request or could not go on.
@@ -63,13 +63,12 @@ async def assemble(state: ServerState, served: Served, choice: Choice) -> AsyncG
     timer = SequenceTimer(state.metrics, request.arrival_s, len(request.prompt_ids))
     reason, is_first, has_ended = "abort", True, False
     state.live.add(request.request_id)
-    outputs: Any = served.engine.generate(request)
     try:
         async with aclosing(outputs):
             async for output in outputs:
                 has_ended = output.finish_reason is not None
                 delta = _delta(choice, output)
-                timer.token(len(delta.token_ids))
+                timer.token(len(delta.token_ids), queue_s=output.queue_s)
                 if is_first:
                     delta = dataclasses.replace(delta, prompt_scores=output.prompt_logprobs, cached_tokens=output.num_cached_tokens)
                     is_first = False

@@ -9,6 +9,7 @@ from octavo_core.errors import ConfigError
 
 _HTTP = "HTTP server"
 _API = "API"
+_PROCESSES = "processes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,11 @@ class ServerConfig:
     root_path: str = option("", "Path under which a proxy serves this server", group=_HTTP)
     max_body_bytes: int = option(32 * 2**20, "Largest request body", group=_HTTP)
     shutdown_timeout: float = option(10.0, "Seconds that running requests may take to finish after SIGTERM", group=_HTTP)
+    in_process: bool = option(False, "Run the engine core in the server's own process", group=_PROCESSES)
+    api_server_count: int = option(1, "Frontend processes that share the port", group=_PROCESSES)
+    stuck_after: float = option(
+        30.0, "Seconds within one step after which liveness fails where no watchdog replaces the core (--in-process)", group=_HTTP
+    )
     uvicorn_log_level: str = option(
         "info", "Level of the HTTP server's log", group=_HTTP, choices=("critical", "error", "warning", "info", "debug", "trace")
     )
@@ -43,6 +49,10 @@ class ServerConfig:
             raise ConfigError(f"--max-body-bytes is at least 1024, got {self.max_body_bytes}")
         if not 0 <= self.shutdown_timeout <= 86400:
             raise ConfigError(f"--shutdown-timeout is between 0 and 86400 seconds, got {self.shutdown_timeout}")
+        if not 1 <= self.api_server_count <= 64:
+            raise ConfigError(f"--api-server-count is between 1 and 64, got {self.api_server_count}")
+        if self.in_process and self.api_server_count > 1:
+            raise ConfigError("--in-process keeps everything in one process: leave out --api-server-count")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"--root-path begins with '/' and does not end with it, got '{self.root_path}'")
         for key in self.api_key:

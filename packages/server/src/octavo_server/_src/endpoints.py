@@ -15,13 +15,12 @@ from octavo_server._src.answers import Call, Job, answer
 from octavo_server._src.body import parse_json, read_body, validate
 from octavo_server._src.disconnect import until_disconnect
 from octavo_server._src.fields import Generation
-from octavo_server._src.openai_errors import NotReadyError, error_response
+from octavo_server._src.openai_errors import DrainingError, NotReadyError, error_response
 from octavo_server._src.prompts import check_ids, off_loop
 from octavo_server._src.requests import DetokenizeRequest, TokenizeMessages, TokenizePrompt
 from octavo_server._src.state import Served, ServerState
 
 _BIG_BODY = 256 * 1024
-_STUCK_S = 30.0
 Prepare = Callable[[ServerState, Served, Any], Awaitable[Job]]
 
 
@@ -46,8 +45,12 @@ class Generate:
         """Handle one request."""
         call = Call.of(scope)
         served = self._state.require_served()
-        value = await read_request(self._state, scope, receive)
-        await until_disconnect(receive, self._work(served, call, value, scope, receive, send))
+        self._state.answering += 1
+        try:
+            value = await read_request(self._state, scope, receive)
+            await until_disconnect(receive, self._work(served, call, value, scope, receive, send))
+        finally:
+            self._state.answering -= 1
 
     async def _work(self, served: Served, call: Call, value: dict[str, Any], scope: Scope, receive: Receive, send: Send) -> None:
         request = validate(self._model, value, ignore_unknown=self._state.config.ignore_unknown_fields)
@@ -121,18 +124,24 @@ class Information:
         self._state, self._version, self._openapi = state, version, openapi
 
     async def health(self, request: Request) -> Response:
-        """200 only once a token can be made."""
-        served = self._state.served
-        if served is None:
-            return error_response(NotReadyError("the model is still loading"))
-        stats = served.engine.stats()
+        """Liveness: 200 only while a token can be made. A full queue and a shutdown are no reasons to end a process."""
+        error = self._ailment()
+        return JSONResponse({"status": "ok"}) if error is None else error_response(error)
+
+    async def ready(self, request: Request) -> Response:
+        """Readiness: 200 only while new requests are taken."""
+        error = DrainingError("this server is shutting down") if self._state.is_draining else self._ailment()
+        return JSONResponse({"status": "ready"}) if error is None else error_response(error)
+
+    def _ailment(self) -> Exception | None:
+        if self._state.served is None:
+            return NotReadyError("the model is still loading")
+        stats = self._state.served.engine.stats()
         if stats.error is not None:
-            return error_response(EngineDeadError(f"the engine has stopped: {stats.error}"))
-        if stats.last_step_age_s > _STUCK_S:
-            return error_response(EngineDeadError(f"the engine has not come round for {stats.last_step_age_s:.0f} s"))
-        if not stats.is_ready:
-            return error_response(NotReadyError("the engine is not ready"))
-        return JSONResponse({"status": "ok"})
+            return EngineDeadError(f"the engine has stopped: {stats.error}")
+        if stats.last_step_age_s > self._state.config.stuck_after:
+            return EngineDeadError(f"the engine has not come round for {stats.last_step_age_s:.0f} s")
+        return None if stats.is_ready else NotReadyError("the engine is not ready")
 
     async def version(self, request: Request) -> Response:
         """The server's version."""

@@ -84,8 +84,10 @@ class SequenceTimer:
         self._last_s: float | None = None
         self._tokens = 0
 
-    def token(self, count: int) -> None:
-        """`count` tokens have come."""
+    def token(self, count: int, *, queue_s: float | None = None) -> None:
+        """`count` tokens have come, the first after `queue_s` of waiting for a step."""
+        if queue_s is not None:
+            self._metrics.observe("request_queue_time_seconds", queue_s)
         if count == 0:
             return
         now = time.monotonic()
@@ -117,6 +119,7 @@ class Metrics:
             for name, text, buckets in (
                 ("time_to_first_token_seconds", "Receipt to first token", _FIRST_TOKEN_S),
                 ("inter_token_latency_seconds", "Gap between tokens", _GAP_S),
+                ("request_queue_time_seconds", "Receipt to the first step", _WHOLE_S),
                 ("e2e_request_latency_seconds", "Receipt to last token", _WHOLE_S),
                 ("request_prompt_tokens", "Prompt tokens of a sequence", _TOKENS),
                 ("request_generation_tokens", "Tokens generated for a sequence", _TOKENS),

@@ -21,7 +21,7 @@ from octavo_server._src.openai_errors import UnauthorizedError, error_response, 
 LOG = logging.getLogger("octavo.server")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ready"})
 """The only paths answered without a key."""
 
 

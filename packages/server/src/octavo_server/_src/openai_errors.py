@@ -9,7 +9,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from octavo_core.errors import OctavoError, OverloadedError, RequestError
+from octavo_core.errors import EngineDeadError, OctavoError, OverloadedError, RequestError
 
 _INTERNAL = "the server failed to answer this request; its log says why"
 
@@ -33,6 +33,13 @@ class NotReadyError(OctavoError):
 
     http_status = 503
     code = "not_ready"
+
+
+class DrainingError(OctavoError):
+    """The server is shutting down."""
+
+    http_status = 503
+    code = "shutting_down"
 
 
 class GenerationError(OctavoError):
@@ -77,11 +84,11 @@ def error_response(error: Exception) -> Response:
     headers = dict(getattr(error, "headers", None) or {})
     if isinstance(error, OverloadedError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    if isinstance(error, NotReadyError | AbortedError):
+    if isinstance(error, NotReadyError | AbortedError | DrainingError | EngineDeadError):
         headers["retry-after"] = "5"
     if isinstance(error, UnauthorizedError):
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, BodyTooLargeError):
+    if isinstance(error, BodyTooLargeError | DrainingError):
         headers["connection"] = "close"
     content = msgspec.json.encode(error_body(error))
     return Response(content, status_of(error), headers=headers, media_type="application/json")

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import os
 import pkgutil
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,9 +14,11 @@ from rich.table import Table
 from octavo_core.config import add_arguments as add_options
 from octavo_core.config import from_namespace
 from octavo_core.errors import ConfigError
-from octavo_models.text import ChatTemplate, Tokenizer, load_text
+from octavo_engine.process import DEFAULT_CORE, ProcessConfig, Supervisor
 from octavo_server._src.config import ServerConfig
+from octavo_server._src.processes import serve_processes
 from octavo_server._src.serving import Loaded, StartedEngine, serve
+from octavo_server._src.texts import chat_template_of, load_frontend
 
 _ENGINE = "octavo_engine:AsyncEngine"
 _ENGINE_CONFIG = "octavo_engine.config:EngineConfig"
@@ -29,9 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     config = resolve(_ENGINE_CONFIG)
     parser.add_argument("model_or_path", nargs="?", metavar="MODEL", help="folder, .gguf file or hub id; the same as --model")
     parser.add_argument(
-        "--engine", default=_ENGINE, metavar="MODULE:NAME", help="another engine, by dotted name (default: %(default)s)"
+        "--engine",
+        default=_ENGINE,
+        metavar="MODULE:NAME",
+        help="another engine, by dotted name, in the server's process (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--core", default=DEFAULT_CORE, metavar="MODULE:NAME", help="another engine core, by dotted name of what builds it"
     )
     add_options(parser, config)
+    add_options(parser, ProcessConfig)
     add_options(parser, ServerConfig, skip=[field.name for field in dataclasses.fields(config)])
 
 
@@ -45,9 +53,16 @@ def run(namespace: argparse.Namespace) -> int:
     engine_config = from_namespace(resolve(_ENGINE_CONFIG), namespace)
     server_config = _with_environment(from_namespace(ServerConfig, namespace))
 
+    process_config = from_namespace(ProcessConfig, namespace)
+    if not server_config.in_process and namespace.engine == _ENGINE:
+        chat_template_of(server_config, {})
+        supervisor = Supervisor(engine_config, process_config, core=namespace.core)
+        serve_processes(server_config, supervisor, announce=lambda url, engine: announce(url, engine, server_config))
+        return 0
+
     def load() -> Loaded:
         engine = resolve(namespace.engine).start(engine_config)
-        return (engine, *load_frontend(engine, server_config))
+        return (engine, *load_frontend(engine.card, server_config))
 
     serve(server_config, load, announce=lambda url, engine: announce(url, engine, server_config))
     return 0
@@ -63,26 +78,6 @@ def resolve(name: str) -> Any:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"'{name}' cannot be loaded: {error}") from error
-
-
-def load_frontend(engine: Any, config: ServerConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Tokenizer and template of a started engine's checkpoint, as the configuration wants them."""
-    if config.skip_tokenizer_init:
-        return None, None
-    tokenizer, template = load_text(engine.card.root)
-    if not config.chat_template:
-        return tokenizer, template
-    source, name = _template_source(config.chat_template)
-    return tokenizer, ChatTemplate(source, special_tokens=tokenizer.special.strings, name=name)
-
-
-def _template_source(value: str) -> tuple[str, str]:
-    if "{{" in value or "{%" in value:
-        return value, "--chat-template"
-    try:
-        return Path(value).read_text("utf-8"), value
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--chat-template is a readable Jinja file or a template, got '{value}': {error}") from None
 
 
 def _with_environment(config: ServerConfig) -> ServerConfig:

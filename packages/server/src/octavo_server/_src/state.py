@@ -11,7 +11,7 @@ from octavo_core.errors import RequestError, UnknownModelError, nearest_name
 from octavo_core.wire import ModelCard
 from octavo_server._src.config import ServerConfig
 from octavo_server._src.metrics import Metrics
-from octavo_server._src.openai_errors import NotReadyError
+from octavo_server._src.openai_errors import DrainingError, NotReadyError
 from octavo_server._src.text import Text
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ class ServerState:
         self.config = config
         self.served: Served | None = None
         self.live: set[str] = set()
+        self.answering = 0
+        """Generating HTTP requests that have not been answered to their end."""
+        self.is_draining = False
         self.metrics = Metrics()
         self.threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="octavo-tokenizer")
 
@@ -71,8 +74,11 @@ class ServerState:
         """The model being served.
 
         Raises:
+            DrainingError: Nothing is begun any more.
             NotReadyError: It is still loading.
         """
+        if self.is_draining:
+            raise DrainingError("this server is shutting down; send the request to another one, or again in a few seconds")
         if self.served is None:
             raise NotReadyError("the model is still loading; try again in a few seconds")
         return self.served

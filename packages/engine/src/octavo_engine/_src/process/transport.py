@@ -1,0 +1,237 @@
+"""One direction between two processes of this machine: whole frames, in order, none lost unseen. Touches shared memory or sockets.
+
+The seam is a `Sender` and a `Receiver`. `send` answers False where the receiver has no room (or is not there yet): nothing is ever
+overwritten, and nobody waits. Two implementations: iceoryx2's publish/subscribe with its overflow switched off, and ZeroMQ over ipc
+where iceoryx2 cannot be imported. Waking a sleeper is `bell`'s work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, Protocol, runtime_checkable
+
+from octavo_core.errors import ConfigError
+
+SLOT_BYTES: Final = 16 * 1024
+"""Largest frame; longer messages travel in parts."""
+NUM_SLOTS: Final = 64
+"""Frames that may wait for the receiver."""
+KINDS: Final = ("auto", "iceoryx2", "zeromq")
+
+
+@runtime_checkable
+class Sender(Protocol):
+    """Where frames go in."""
+
+    def send(self, frame: bytes) -> bool:
+        """Hand over a frame of at most `SLOT_BYTES`; False: there is no room for it now."""
+
+    def close(self) -> None:
+        """Give the memory back; what is on its way may be lost."""
+
+
+@runtime_checkable
+class Receiver(Protocol):
+    """Where they come out."""
+
+    def receive(self) -> bytes | None:
+        """The next frame, if there is one."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Makes both ends of a named direction. The receiver is made by the side that hears of the name second."""
+
+    name: str
+
+    def sender(self, service: str) -> Sender:
+        """The one sending end."""
+
+    def receiver(self, service: str) -> Receiver:
+        """The one receiving end."""
+
+    def close(self) -> None:
+        """Close what is common to the ends."""
+
+
+def choose(wanted: str) -> tuple[str, str]:
+    """The transport to use and why.
+
+    Raises:
+        ConfigError: What was asked for is not there.
+    """
+    if wanted == "zeromq":
+        return wanted, "--ipc"
+    try:
+        _iceoryx2()
+    except ImportError as error:
+        if wanted == "iceoryx2":
+            raise ConfigError(f"--ipc iceoryx2: the package cannot be imported ({error}); use --ipc zeromq") from None
+        return "zeromq", f"iceoryx2 cannot be imported: {error}"
+    return "iceoryx2", "--ipc" if wanted == "iceoryx2" else "lock-free shared memory"
+
+
+def open_transport(kind: str, folder: Path) -> Transport:
+    """A transport of a kind that `choose` answered; `folder` belongs to this server alone."""
+    return Iceoryx() if kind == "iceoryx2" else ZeroMQ(folder)
+
+
+def _iceoryx2() -> ModuleType:
+    import iceoryx2
+
+    return iceoryx2
+
+
+def iceoryx_root() -> Path:
+    """Where iceoryx2 keeps what names its shared memory: one folder per user, so that a later start finds what a dead one left."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
+    return Path(base) / f"octavo-{os.getuid()}"
+
+
+class Iceoryx:
+    """Publish/subscribe in shared memory, one publisher and one subscriber a service."""
+
+    name = "iceoryx2"
+
+    def __init__(self) -> None:
+        iox = self._iox = _iceoryx2()
+        iox.set_log_level(iox.LogLevel.Error)
+        root = iceoryx_root()
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if root.stat().st_uid != os.getuid():
+            raise ConfigError(f"{root} belongs to another user; set XDG_RUNTIME_DIR to a folder of your own, or use --ipc zeromq")
+        config = iox.config.default()
+        config.global_cfg.root_path = iox.Path.new(f"{root}/")
+        config.global_cfg.prefix = iox.FileName.new(f"octavo{os.getuid()}_")
+        builder = iox.NodeBuilder.new().config(config).signal_handling_mode(iox.SignalHandlingMode.Disabled)
+        self._node = builder.create(iox.ServiceType.Ipc)
+
+    def clean(self) -> None:
+        """Give back the shared memory of processes that died with it."""
+        with contextlib.suppress(Exception):  # somebody else may clean at the same time; what is left is left to the next start
+            self._node.try_cleanup_dead_nodes()
+
+    def sender(self, service: str) -> Sender:
+        """See the seam."""
+        publishers = self._service(service).publisher_builder().initial_max_slice_len(SLOT_BYTES).max_loaned_samples(1)
+        return _IceoryxSender(publishers.backpressure_strategy(self._iox.BackpressureStrategy.DiscardData).create())
+
+    def receiver(self, service: str) -> Receiver:
+        """See the seam."""
+        return _IceoryxReceiver(self._service(service).subscriber_builder().buffer_size(NUM_SLOTS).create())
+
+    def _service(self, name: str) -> Any:
+        service = self._node.service_builder(self._iox.ServiceName.new(name)).publish_subscribe(self._iox.Slice[ctypes.c_uint8])
+        service = service.enable_safe_overflow(False).history_size(0).subscriber_max_borrowed_samples(1).max_nodes(4)
+        return service.subscriber_max_buffer_size(NUM_SLOTS).max_publishers(1).max_subscribers(1).open_or_create()
+
+    def close(self) -> None:
+        """See the seam."""
+        self._node = None
+
+
+class _IceoryxSender:
+    def __init__(self, publisher: Any) -> None:
+        self._publisher = publisher
+
+    def send(self, frame: bytes) -> bool:
+        sample = self._publisher.loan_slice_uninit(len(frame))
+        ctypes.memmove(sample.payload_ptr, frame, len(frame))
+        return sample.assume_init().send() > 0
+
+    def close(self) -> None:
+        self._publisher.delete()
+
+
+class _IceoryxReceiver:
+    def __init__(self, subscriber: Any) -> None:
+        self._subscriber = subscriber
+
+    def receive(self) -> bytes | None:
+        sample = self._subscriber.receive()
+        if sample is None:
+            return None
+        frame = ctypes.string_at(sample.payload_ptr, sample.header.number_of_elements)
+        sample.delete()
+        return frame
+
+    def close(self) -> None:
+        self._subscriber.delete()
+
+
+class ZeroMQ:
+    """PUSH and PULL over ipc."""
+
+    name = "zeromq"
+
+    def __init__(self, folder: Path) -> None:
+        import zmq
+
+        self._zmq, self._folder = zmq, folder
+        self._context: Any = zmq.Context()
+
+    def sender(self, service: str) -> Sender:
+        """See the seam."""
+        socket = self._socket(self._zmq.PUSH)
+        socket.bind(self._address(service))
+        return _ZeroMQSender(socket)
+
+    def receiver(self, service: str) -> Receiver:
+        """See the seam."""
+        socket = self._socket(self._zmq.PULL)
+        socket.connect(self._address(service))
+        return _ZeroMQReceiver(socket)
+
+    def _socket(self, kind: int) -> Any:
+        socket = self._context.socket(kind)
+        socket.set_hwm(NUM_SLOTS)
+        socket.linger = 0
+        return socket
+
+    def _address(self, service: str) -> str:
+        return f"ipc://{self._folder}/{service.replace('/', '-')}"
+
+    def close(self) -> None:
+        """See the seam."""
+        self._context.destroy(linger=0)
+
+
+class _ZeroMQSender:
+    def __init__(self, socket: Any) -> None:
+        import zmq
+
+        self._socket, self._flags, self._full = socket, zmq.NOBLOCK, zmq.Again
+
+    def send(self, frame: bytes) -> bool:
+        try:
+            self._socket.send(frame, self._flags)
+        except self._full:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class _ZeroMQReceiver:
+    def __init__(self, socket: Any) -> None:
+        import zmq
+
+        self._socket, self._flags, self._empty = socket, zmq.NOBLOCK, zmq.Again
+
+    def receive(self) -> bytes | None:
+        try:
+            frame: bytes = self._socket.recv(self._flags)
+        except self._empty:
+            return None
+        return frame
+
+    def close(self) -> None:
+        self._socket.close()

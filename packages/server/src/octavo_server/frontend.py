@@ -1,0 +1,73 @@
+"""A frontend as a process: `python -m octavo_server.frontend`, started by `octavo serve` with a `FrontendSpec` on standard input.
+
+Holds no weights and no jax: HTTP, text, and the way to the engine core. Ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+
+import msgspec
+import setproctitle
+
+from octavo_core.config import from_mapping
+from octavo_core.errors import OctavoError
+from octavo_engine.process import RemoteEngine
+from octavo_server._src.config import ServerConfig
+from octavo_server._src.http_server import HttpServer, own_signals
+from octavo_server._src.processes import FrontendSpec
+from octavo_server._src.serving import in_thread
+from octavo_server._src.state import ServerState
+from octavo_server._src.text import Text
+from octavo_server._src.texts import load_frontend
+
+
+def main() -> int:
+    """Serve until told to stop; the exit status."""
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontendSpec)
+    setproctitle.setproctitle(f"octavo-frontend {spec.index}")
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    threading.Thread(target=_end_with_the_parent, name="octavo-orphan", daemon=True).start()
+    config = from_mapping(ServerConfig, spec.config)
+    sockets = [socket.socket(fileno=fd) for fd in spec.sockets]
+    try:
+        with own_signals():
+            asyncio.run(_serve(spec, config, sockets))
+    except OctavoError as error:
+        print(f"octavo: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(spec: FrontendSpec, config: ServerConfig, sockets: list[socket.socket]) -> None:
+    state = ServerState(config)
+    engine = await RemoteEngine.start(spec.folder, spec.ipc)
+
+    async def bring_up() -> None:
+        card = await engine.ready()
+        tokenizer, template = await in_thread(lambda: load_frontend(card, config))
+        text = None if tokenizer is None else Text(tokenizer, template, card.max_model_len)
+        state.become_ready(engine, card, text)
+        with contextlib.suppress(OSError):
+            os.write(spec.up, b"up")
+
+    try:
+        await HttpServer(config, state).run(sockets, bring_up)
+    finally:
+        await engine.aclose()
+
+
+def _end_with_the_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
