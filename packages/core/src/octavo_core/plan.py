@@ -26,8 +26,9 @@ class Arrivals(NamedTuple):
     """New sequences for the scheduler.
 
     `sequence` names a free index of the state, chosen by the host; −1 marks an unused entry. `limit_len` is the most tokens of
-    prompt and answer together. `order` rises with arrival; `priority` lower first. `use_prefix` False: never match the cache (prompt scores are wanted).
-    `tenant`: index of whose share of the pool the blocks count against, 0 where nobody has one; a namespace belongs to one tenant.
+    prompt and answer together. `order` rises with arrival; `priority` lower first; `deadline`: when the first token is due, in whatever
+    ticks the host counts. `use_prefix` False: never match the cache (prompt scores are wanted).
+    `tenant`: index of whose share of the pool and of the steps it counts against, 0 where nobody has one; a namespace belongs to one tenant.
     """
 
     sequence: Int32[Array, " arrivals"]
@@ -37,6 +38,7 @@ class Arrivals(NamedTuple):
     namespace: UInt32[Array, "arrivals 2"]
     tenant: Int32[Array, " arrivals"]
     priority: Int32[Array, " arrivals"]
+    deadline: Int32[Array, " arrivals"]
     order: Int32[Array, " arrivals"]
     use_prefix: Bool[Array, " arrivals"]
 
@@ -45,13 +47,17 @@ class StepResult(NamedTuple):
     """What the host has learnt since the last plan; the newest finished step, one or two steps late.
 
     `accepted` counts the leading `token_ids` that joined the sequence (0: not in that step, or dropped). `finished` ends a
-    sequence for whatever reason (stop, length, abort) and frees what it holds within this step. `loaded` ends LOADING.
+    sequence for whatever reason (stop, length, abort) and frees what it holds within this step. `loaded` ends LOADING. `step_s`: seconds
+    that step took with so many decode rows and prompt tokens; 0: not measured.
     """
 
     accepted: Int32[Array, " sequences"]
     token_ids: Int32[Array, "sequences draft_plus_one"]
     finished: Bool[Array, " sequences"]
     loaded: Bool[Array, " sequences"]
+    step_s: Float32[Array, ""]
+    num_decodes: Int32[Array, ""]
+    num_prefill_tokens: Int32[Array, ""]
 
 
 class Admitted(NamedTuple):
@@ -93,6 +99,7 @@ class StepPlan(NamedTuple):
         cached_len: Tokens the row's sequence found in the cache when it was first admitted.
         num_tokens, num_rows, num_single: Live tokens, live rows, rows with exactly one new token (they come first).
         preempted: Sequence that gave up its blocks in this step, or −1.
+        lost_len: Tokens whose KV it gave up; what it finds in the cache when it is admitted again need not be computed again.
         num_running, num_waiting: Sequences in each state after planning.
     """
 
@@ -111,6 +118,7 @@ class StepPlan(NamedTuple):
     num_rows: Int32[Array, ""]
     num_single: Int32[Array, ""]
     preempted: Int32[Array, ""]
+    lost_len: Int32[Array, ""]
     num_running: Int32[Array, ""]
     num_waiting: Int32[Array, ""]
     events: CacheEvents

@@ -38,6 +38,8 @@ class Stream:
     stops_at: int | None = None
     aborts_at: int | None = None
     priority: int = 0
+    tenant: int = 0
+    deadline: int = 0
     namespace: tuple[int, int] = (0, 0)
     use_prefix: bool = True
 

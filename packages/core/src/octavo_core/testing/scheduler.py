@@ -155,7 +155,8 @@ class HostLoop:
 def empty_result(num_sequences: int, draft_plus_one: int = 1) -> StepResult:
     """A result that says nothing, as NumPy arrays to be filled in."""
     ids = (num_sequences, draft_plus_one)
-    return StepResult(_zeros(num_sequences), _zeros(*ids), _zeros(num_sequences, dtype=bool), _zeros(num_sequences, dtype=bool))
+    ends, loads = _zeros(num_sequences, dtype=bool), _zeros(num_sequences, dtype=bool)
+    return StepResult(_zeros(num_sequences), _zeros(*ids), ends, loads, _zeros(dtype=np.float32), _zeros(), _zeros())
 
 
 def _zeros(*shape: int, dtype: Any = np.int32) -> Any:
@@ -173,6 +174,7 @@ def pack_arrivals(due: Sequence[tuple[int, int, Stream]], max_len: int, max_arri
         namespace=_zeros(max_arrivals, 2, dtype=np.uint32),
         tenant=_zeros(max_arrivals),
         priority=_zeros(max_arrivals),
+        deadline=_zeros(max_arrivals),
         order=_zeros(max_arrivals),
         use_prefix=_zeros(max_arrivals, dtype=bool),
     )
@@ -181,6 +183,7 @@ def pack_arrivals(due: Sequence[tuple[int, int, Stream]], max_len: int, max_arri
         arrivals.sequence[at], arrivals.order[at], arrivals.priority[at] = sequence, order, stream.priority
         arrivals.prompt_len[at], arrivals.limit_len[at] = len(stream.prompt), stream.limit_len
         arrivals.namespace[at], arrivals.use_prefix[at] = stream.namespace, stream.use_prefix
+        arrivals.tenant[at], arrivals.deadline[at] = stream.tenant, stream.deadline
     return arrivals
 
 

@@ -61,10 +61,15 @@ class Planner:
         """Scheduler's and cache's state, for audits. The next call takes them away."""
         return self._state
 
+    def restore(self, state: tuple[Any, Any]) -> None:
+        """Go on from a state that was read before, of this planner or of one alike."""
+        self._state = jax.device_put(state, self._cpu, may_alias=False)
+
     def empty_result(self) -> StepResult:
         """Nothing learnt."""
         n = self.spec.max_sequences
-        return StepResult(np.zeros(n, np.int32), np.zeros((n, 1), np.int32), np.zeros(n, bool), np.zeros(n, bool))
+        zero, ids = np.zeros((), np.int32), np.zeros((n, 1), np.int32)
+        return StepResult(np.zeros(n, np.int32), ids, np.zeros(n, bool), np.zeros(n, bool), np.zeros((), np.float32), zero, zero)
 
     def empty_arrivals(self) -> Arrivals:
         """Nobody arrives."""
@@ -78,6 +83,7 @@ class Planner:
             namespace=np.zeros((n, 2), np.uint32),
             tenant=zeros.copy(),
             priority=zeros.copy(),
+            deadline=zeros.copy(),
             order=zeros.copy(),
             use_prefix=np.ones(n, bool),
         )

@@ -68,6 +68,33 @@ def admit(
     return CacheState(cache.radix, cache.sequences._replace(prompt_len=prompt_len)), Admitted(cached_len, status)
 
 
+def look_up(
+    spec: CacheSpec,
+    cache: CacheState,
+    tokens: Int32[Array, "arrivals max_len"],
+    lengths: Int32[Array, " arrivals"],
+    namespace: UInt32[Array, "arrivals 2"],
+    tenant: Int32[Array, " arrivals"],
+    *,
+    quotas: tuple[int, ...],
+    partial: bool,
+) -> Int32[Array, " arrivals"]:
+    """See `RadixCache.match`."""
+    layout = layout_of(spec)
+    namespace = own_space(namespace, jnp.clip(tenant, 0, len(quotas) - 1)) if len(quotas) > 1 else namespace
+    length = jnp.maximum(lengths, 1) - 1
+
+    def one(i: Array, found_len: Array) -> Array:
+        found = match(cache.radix, tokens[i], length[i], namespace[i], reach=layout.reach)
+        tail = _tail(cache.radix, found, tokens[i], length[i], namespace[i]).length if partial else 0
+        return found_len.at[i].set(found.num_blocks * spec.block_size + tail)
+
+    def maybe(i: Array, found_len: Array) -> Array:
+        return lax.cond(length[i] > 0, lambda f: one(i, f), lambda f: f, found_len)
+
+    return lax.fori_loop(0, tokens.shape[0], maybe, jnp.zeros(tokens.shape[0], jnp.int32))
+
+
 def _tail(
     radix: RadixState,
     found: Match,

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int32, UInt32
 from octavo_core.errors import ConfigError
 from octavo_core.plan import Admitted, CacheEvents
 from octavo_core.specs import CacheSpec
-from octavo_kvcache._src.admit import admit
+from octavo_kvcache._src.admit import admit, look_up
 from octavo_kvcache._src.checks import check_array, check_like
 from octavo_kvcache._src.commit import commit
 from octavo_kvcache._src.grow import grow
@@ -97,6 +97,23 @@ class RadixCache:
         self._check("reserve", reserve, (spec.groups,))
         given = (sequence, tokens, lengths, namespace, tenant, want, reserve)
         return admit(spec, cache, *given, quotas=self.quotas, step_blocks=self.max_commits, partial=self.partial)
+
+    def match(
+        self,
+        cache: CacheState,
+        tokens: Int32[Array, "arrivals max_len"],
+        lengths: Int32[Array, " arrivals"],
+        namespace: UInt32[Array, "arrivals 2"],
+        tenant: Int32[Array, " arrivals"],
+    ) -> Int32[Array, " arrivals"]:
+        """Leading tokens of each that `admit` would find now, without leasing them; `octavo_core.seams.MatchingCache`."""
+        arrivals, spec = (*getattr(tokens, "shape", ()), 1)[0], self.spec
+        self._check_state(cache)
+        self._check("tokens", tokens, (arrivals, spec.max_len))
+        self._check("lengths", lengths, (arrivals,))
+        self._check("namespace", namespace, (arrivals, 2), "uint32")
+        self._check("tenant", tenant, (arrivals,))
+        return look_up(spec, cache, tokens, lengths, namespace, tenant, quotas=self.quotas, partial=self.partial)
 
     def grow(
         self, cache: CacheState, need: Int32[Array, "sequences groups"], rank: Int32[Array, " sequences"]

@@ -9,12 +9,16 @@ from octavo_core.config import option
 from octavo_core.errors import ConfigError
 
 GROUP: Final = "scheduling"
-POLICIES: Final = ("fcfs", "priority")
+POLICIES: Final = ("fcfs", "priority", "lpm", "fair", "edf")
+CHUNK_POLICIES: Final = ("fixed", "adaptive", "slo")
+RESERVATIONS: Final = ("none", "optimistic", "guaranteed")
+LEAST: Final = {"max_num_seqs": 1, "token_budget": 1, "max_arrivals": 1, "fair_quantum": 1, "max_overtakes": 1}
+"""Bounds of the settings that may not be 0; all other numbers may."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig:
-    """Sizes and policy of a `ChunkedScheduler`.
+    """Sizes and policies of a `ChunkedScheduler`.
 
     Raises:
         ConfigError: For a value out of range.
@@ -28,22 +32,57 @@ class SchedulerConfig:
         group=GROUP,
         aliases=("--chunked-prefill-size",),
     )
+    chunk_policy: str = option(
+        "fixed",
+        "How much prompt a step takes: chunk_size, less the more sequences decode, or what keeps the step under the target ITL",
+        group=GROUP,
+        choices=CHUNK_POLICIES,
+    )
+    target_itl_ms: int = option(0, "Longest step wanted while sequences decode (slo); 0: some decode steps", group=GROUP)
+    slo_prior_us: tuple[int, int, int] = (20_000, 0, 100)
+    """What `slo` takes a step to cost until it has seen some, in µs: any step, a decode row more, a prompt token more."""
+    step_sizes: tuple[int, ...] = ()
+    """Token counts the device pads a step to; `slo` fills one of them. Empty: it pads to nothing."""
+    max_num_partial_prefills: int = option(0, "Most sequences whose prompts are computed in one step; 0: no bound", group=GROUP)
+    max_long_partial_prefills: int = option(1, "Of these, at most so many long ones", group=GROUP)
+    long_prefill_token_threshold: int = option(
+        0, "Prompts with more to compute are long, and take at most so much of a step; 0: none is", group=GROUP
+    )
     max_arrivals: int = option(8, "Most sequences admitted between two steps", group=GROUP)
-    policy: str = option("fcfs", "Who goes first: by arrival, or by priority and then arrival", group=GROUP, choices=POLICIES)
+    policy: str = option(
+        "fcfs",
+        "Who goes first: by arrival; priority; longest cached prefix (lpm); least served tenant (fair); earliest deadline (edf)",
+        group=GROUP,
+        choices=POLICIES,
+    )
+    tenant_weights: tuple[int, ...] = (1,)
+    """Share of each tenant under `fair`, relative to the others; tenants beyond the last count as the last."""
+    fair_quantum: int = option(
+        2048, "Tokens a tenant may be served ahead of one that waits before a row of it is preempted (fair)", group=GROUP
+    )
+    max_overtakes: int = option(64, "Later arrivals that may pass a waiting sequence (lpm)", group=GROUP)
+    reservation: str = option(
+        "optimistic",
+        "KV kept for what admitted sequences may still write: one token, an estimate, or all of it (nobody is ever preempted)",
+        group=GROUP,
+        choices=RESERVATIONS,
+    )
     watermark_blocks: int = option(0, "KV blocks left free when a sequence joins running ones", group=GROUP)
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("max_num_seqs", 1),
-            ("token_budget", 1),
-            ("chunk_size", 0),
-            ("max_arrivals", 1),
-            ("watermark_blocks", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is at least {least}, got {getattr(self, name)}")
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy is one of {', '.join(POLICIES)}, got '{self.policy}'")
+        for field in dataclasses.fields(self):
+            value, least = getattr(self, field.name), LEAST.get(field.name, 0)
+            if isinstance(value, int) and value < least:
+                raise ConfigError(f"{field.name} is at least {least}, got {value}")
+        for name, known in (("policy", POLICIES), ("chunk_policy", CHUNK_POLICIES), ("reservation", RESERVATIONS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is one of {', '.join(known)}, got '{getattr(self, name)}'")
+        if not self.tenant_weights or not all(1 <= w <= 1_000 for w in self.tenant_weights):
+            raise ConfigError(f"tenant_weights has an entry of 1 to 1000 for each tenant, got {self.tenant_weights}")
+        if list(self.step_sizes) != sorted(set(self.step_sizes)) or min(self.step_sizes, default=1) < 1:
+            raise ConfigError(f"step_sizes rise from at least 1, got {self.step_sizes}")
+        if len(self.slo_prior_us) != 3 or min(self.slo_prior_us) < 0:
+            raise ConfigError(f"slo_prior_us has three costs of at least 0 µs, got {self.slo_prior_us}")
 
     @property
     def chunk_tokens(self) -> int:

@@ -13,11 +13,12 @@ from octavo_scheduler._src.state import WAITING, SchedulerState
 
 
 class Decision(NamedTuple):
-    """What a step does: new tokens and sampling of each sequence, who was preempted (−1 nobody), blocks to copy first."""
+    """What a step does: new tokens and sampling of each sequence, who was preempted (−1 nobody) and lost how much KV, blocks to copy first."""
 
     query_len: Int32[Array, " sequences"]
     samples: Bool[Array, " sequences"]
     preempted: Int32[Array, ""]
+    lost_len: Int32[Array, ""]
     copies: Int32[Array, "groups sequences 2"]
 
 
@@ -83,6 +84,7 @@ def emit_plan(
         num_rows=jnp.sum(rows.query_len > 0, dtype=jnp.int32),
         num_single=jnp.sum(rows.query_len == 1, dtype=jnp.int32),
         preempted=decision.preempted,
+        lost_len=decision.lost_len,
         num_running=jnp.sum(after.is_running, dtype=jnp.int32),
         num_waiting=jnp.sum(after.status == WAITING, dtype=jnp.int32),
         events=events,

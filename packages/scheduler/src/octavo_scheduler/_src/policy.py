@@ -1,23 +1,36 @@
-"""The two decisions of a step: how many tokens each sequence computes, and who gives way when blocks run out.
+"""The decisions of a step: how many tokens each sequence computes, how much KV is kept for it, and who gives way when blocks run out.
 
 Pure functions of the state; they know no cache and move no tokens.
 """
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from typing import Final
 
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from octavo_scheduler._src import chunks, order
 from octavo_scheduler._src.config import SchedulerConfig
 from octavo_scheduler._src.state import SchedulerState
 
+LONGEST_GUESS: Final = 4_096
+"""Tokens of answer that `optimistic` reckons with at most: few requests mean the limit that their client left open."""
 
-def query_lens(state: SchedulerState, config: SchedulerConfig) -> Int32[Array, " sequences"]:
+SURE_SHARE: Final = 4
+"""One part in so many of a sequence's KV is kept for its growth whatever the estimate: cheap beside computing all of it again."""
+
+GROWTH_LEAST: Final = 100
+GROWTH_MOST: Final = 1_000
+
+
+def query_lens(state: SchedulerState, config: SchedulerConfig, block_size: int = 1) -> Int32[Array, " sequences"]:
     """New tokens of each sequence in the next step, 0 for those left out.
 
     Sequences with one token to go are served first, `N_decode` of them; the others share what is left of the budget in policy
     order: `C_avail = max(0, T_budget − N_decode)`, `c_p = min(U_p, C_chunk, what is left of C_avail)`. A chunk never reaches into
-    tokens in flight, so a sequence with more than one token to go waits until their ids are known.
+    tokens in flight, so a sequence with more than one token to go waits until their ids are known. Sequences beyond
+    `max_num_partial_prefills`, and long ones beyond `max_long_partial_prefills`, take nothing: shorter ones pass them.
 
     Source: Sarathi-Serve (Agrawal et al., OSDI 2024), stall-free batching; here the chunk is also bounded per sequence.
     """
@@ -25,26 +38,70 @@ def query_lens(state: SchedulerState, config: SchedulerConfig) -> Int32[Array, "
     single = state.is_open & (remaining == 1)
     partial = state.is_open & (remaining > 1) & (state.in_flight == 0)
     ranked_single = single[state.by_rank].astype(jnp.int32)
-    ranked_want = jnp.where(partial, jnp.minimum(remaining, config.chunk_tokens), 0)[state.by_rank]
     decode = jnp.where(jnp.cumsum(ranked_single) <= config.token_budget, ranked_single, 0)
-    available = config.token_budget - jnp.sum(decode)
-    before = jnp.cumsum(ranked_want) - ranked_want
-    ranked = decode + jnp.clip(available - before, 0, ranked_want)
+    num_decodes = jnp.sum(decode, dtype=jnp.int32)
+    want = _wanted_chunks(jnp.where(partial, remaining, 0)[state.by_rank], chunks.chunk_limit(num_decodes, config), config)
+    before = jnp.cumsum(want) - want
+    ranked = decode + jnp.clip(chunks.available(num_decodes, state.costs, config, block_size) - before, 0, want)
     return jnp.zeros_like(ranked).at[state.by_rank].set(ranked)
 
 
-def choose_victim(state: SchedulerState, rank: Int32[Array, " sequences"]) -> Int32[Array, ""]:
-    """Who gives its blocks up: the last in policy order that is not protected, or −1 where it would help nobody.
+def _wanted_chunks(
+    remaining: Int32[Array, " sequences"], limit: Int32[Array, ""], config: SchedulerConfig
+) -> Int32[Array, " sequences"]:
+    """The chunk each sequence asks for, in policy order: `min(U_p, C_chunk)`, and 0 for those that others keep out."""
+    want = jnp.minimum(remaining, limit)
+    if config.long_prefill_token_threshold:
+        is_long = remaining > config.long_prefill_token_threshold
+        want = jnp.where(is_long, jnp.minimum(want, config.long_prefill_token_threshold), want)
+        if config.max_long_partial_prefills:
+            want = jnp.where(is_long & (jnp.cumsum(is_long) > config.max_long_partial_prefills), 0, want)
+    if config.max_num_partial_prefills:
+        want = jnp.where(jnp.cumsum(want > 0) > config.max_num_partial_prefills, 0, want)
+    return want.astype(jnp.int32)
 
-    A resumed sequence is protected until it has a token more than when it was preempted. Were all protected, the last gives way
-    all the same: then the first can finish. Sequences at their limit are about to end and are left alone, and so is the only open one:
-    it waits for those.
+
+def choose_victim(
+    state: SchedulerState, rank: Int32[Array, " sequences"], lack: Int32[Array, ""], config: SchedulerConfig, block_size: int
+) -> Int32[Array, ""]:
+    """Who gives its blocks up so that others get the `lack` blocks they are short of, or −1 where it would help nobody.
+
+    Among the sequences the policy values least (the lowest priority, the tenant served most), the one that costs least to compute
+    again among those that free enough, or the one that frees most where none does; the last in policy order breaks ties. A resumed
+    sequence is protected until it has a token more than when it was preempted, and the first in policy order always: it ends, and
+    then the next is first. Were all protected, they are chosen from all the same. Sequences at their limit are about to end and are
+    left alone, and so is the only open one: it waits for those.
     """
-    num_sequences = rank.size
-    protected = state.total_len <= state.guard_len
-    score = jnp.where(state.is_open, rank + jnp.where(protected, 0, num_sequences), -1)
-    several = jnp.sum(state.is_open) > 1
-    return jnp.where(several, jnp.argmax(score), -1).astype(jnp.int32)
+    most = jnp.iinfo(jnp.int32).max
+    candidates = state.is_open & (rank > jnp.min(jnp.where(state.is_open, rank, most)))
+    candidates = _prefer(candidates, state.total_len > state.guard_len)
+    if config.policy in ("priority", "fair"):
+        worth = state.priority if config.policy == "priority" else state.served[order.tenants(state)]
+        candidates &= worth == jnp.max(jnp.where(candidates, worth, -most))
+    # What was found at admission is most likely shared: leaving it frees nothing, and finds it again.
+    own_len = jnp.maximum(state.computed_len - state.found_len, 0)
+    frees = blocks_for(own_len, block_size)
+    enough = candidates & (frees >= lack)
+    candidates = jnp.where(jnp.any(enough), enough, candidates & (frees == jnp.max(jnp.where(candidates, frees, 0))))
+    candidates &= own_len == jnp.min(jnp.where(candidates, own_len, most))
+    last = jnp.max(jnp.where(candidates, rank, -1))
+    found = jnp.min(jnp.where(candidates & (rank == last), jnp.arange(rank.size, dtype=jnp.int32), most))
+    return jnp.where(last >= 0, found, -1)
+
+
+def _prefer(candidates: Bool[Array, " sequences"], trait: Bool[Array, " sequences"]) -> Bool[Array, " sequences"]:
+    """Those with the trait, or all where none has it."""
+    chosen = candidates & trait
+    return jnp.where(jnp.any(chosen), chosen, candidates)
+
+
+def is_served_ahead(state: SchedulerState, first: Int32[Array, ""], config: SchedulerConfig) -> Bool[Array, ""]:
+    """Whether a running sequence's tenant was served more than `fair_quantum` beyond the tenant of the first in line."""
+    if config.policy != "fair":
+        return jnp.bool_(False)
+    share = order.tenants(state)
+    most = jnp.max(jnp.where(state.is_open, state.served[share], 0))
+    return most > state.served[share[first]] + config.fair_quantum * 1_000
 
 
 def blocks_for(num_tokens: Int32[Array, "..."], block_size: int) -> Int32[Array, "..."]:
@@ -52,15 +109,34 @@ def blocks_for(num_tokens: Int32[Array, "..."], block_size: int) -> Int32[Array,
     return (num_tokens + block_size - 1) // block_size
 
 
-def wanted_blocks(state: SchedulerState, block_size: int) -> Int32[Array, " sequences"]:
-    """Blocks each sequence needs to compute all it has and one token more; the last token before the limit is never computed."""
-    return blocks_for(jnp.minimum(state.total_len + 1, state.limit_len - 1), block_size)
+def wanted_blocks(state: SchedulerState, config: SchedulerConfig, block_size: int) -> Int32[Array, " sequences"]:
+    """Blocks kept for each sequence: for all it has, and for what it may still write. The last token before the limit is never computed.
 
+    `none`: one token. `guaranteed`: up to its limit. `optimistic`: `growth` thousandths of that, an answer of `LONGEST_GUESS` at most, but a `SURE_SHARE`-th
+    of what it has whatever the estimate, and one token always.
 
-def promised_blocks(state: SchedulerState, block_size: int) -> Int32[Array, ""]:
-    """Blocks that running sequences still lack of what they want: newcomers must leave these alone.
-
-    Promises made at admission can all be kept, which is why protected sequences cannot block one another for ever.
+    Source of an estimate that rises with preemptions and falls with time: SGLang's `new_token_ratio`.
     """
-    lacking = wanted_blocks(state, block_size) - blocks_for(state.computed_len, block_size)
+    most = state.limit_len - 1
+    if config.reservation == "guaranteed":
+        return blocks_for(most, block_size)
+    if config.reservation == "none":
+        return blocks_for(jnp.minimum(state.total_len + 1, most), block_size)
+    rest = jnp.maximum(state.limit_len - 1 - state.total_len, 0)
+    guess = jnp.minimum(rest, LONGEST_GUESS) * state.growth // GROWTH_MOST
+    growth = jnp.maximum(jnp.maximum(guess, jnp.minimum(rest, state.total_len // SURE_SHARE)), 1)
+    return blocks_for(jnp.minimum(state.total_len + growth, most), block_size)
+
+
+def learn_growth(state: SchedulerState, preempts: Bool[Array, ""]) -> Int32[Array, ""]:
+    """`growth` after a step: doubled where somebody had to give way, else a thousandth less."""
+    return jnp.clip(jnp.where(preempts, 2 * state.growth, state.growth - 1), GROWTH_LEAST, GROWTH_MOST)
+
+
+def promised_blocks(state: SchedulerState, config: SchedulerConfig, block_size: int) -> Int32[Array, ""]:
+    """Blocks kept for running sequences beyond what they hold: newcomers must leave these alone.
+
+    Promises of one token more, made at admission, can all be kept, which is why protected sequences cannot block one another for ever.
+    """
+    lacking = wanted_blocks(state, config, block_size) - blocks_for(state.computed_len, block_size)
     return jnp.sum(jnp.where(state.is_open, jnp.maximum(lacking, 0), 0))

@@ -6,7 +6,7 @@ Everything is pure and has fixed shapes: whoever composes the parts jits `step` 
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,19 @@ from jaxtyping import Array, Bool, Int32
 
 from octavo_core.errors import ConfigError
 from octavo_core.plan import OK, Arrivals, StepPlan, StepResult
-from octavo_core.seams import PrefixCache
+from octavo_core.seams import MatchingCache, PrefixCache
+from octavo_scheduler._src import chunks, order
 from octavo_scheduler._src.config import SchedulerConfig
 from octavo_scheduler._src.emit import Decision, emit_plan
-from octavo_scheduler._src.policy import blocks_for, choose_victim, promised_blocks, query_lens, wanted_blocks
+from octavo_scheduler._src.policy import (
+    blocks_for,
+    choose_victim,
+    is_served_ahead,
+    learn_growth,
+    promised_blocks,
+    query_lens,
+    wanted_blocks,
+)
 from octavo_scheduler._src.state import (
     FREE,
     RUNNING,
@@ -54,12 +63,17 @@ class ChunkedScheduler(Generic[C]):
                 f"max_num_seqs is at most the cache's max_sequences, got {config.max_num_seqs} and {cache.spec.max_sequences}; "
                 "lower the one or raise the other"
             )
+        if config.policy == "lpm" and not isinstance(cache, MatchingCache):
+            raise ConfigError(
+                f"policy lpm wants a cache that says how long a cached prefix is, and {type(cache).__name__} has no method `match`; "
+                "choose another policy"
+            )
         self.config = config
         self.cache = cache
 
     def init(self) -> SchedulerState:
         """No sequences."""
-        return empty_state(self.cache.spec.max_sequences, self.cache.spec.max_len)
+        return empty_state(self.cache.spec.max_sequences, self.cache.spec.max_len, len(self.config.tenant_weights))
 
     def step(self, state: SchedulerState, cache: C, result: StepResult) -> tuple[SchedulerState, C, StepPlan]:
         """Take in a result and plan the next step.
@@ -68,6 +82,8 @@ class ChunkedScheduler(Generic[C]):
         were made findable: the device executes in order, so what this step computes may be found by the next.
         """
         was_running = state.is_running
+        if self.config.chunk_policy == "slo":
+            state = state._replace(costs=chunks.learn(state.costs, result))
         state, done = take_result(state, result)
         cache, decision = self._decide(state, cache, ended=jnp.any(done & was_running))
         computed_len = state.computed_len + decision.query_len
@@ -80,7 +96,10 @@ class ChunkedScheduler(Generic[C]):
             in_flight=jnp.where(state.status == FREE, 0, state.in_flight + decision.samples),
             computed_len=jnp.where(is_victim, 0, computed_len),
             guard_len=jnp.where(is_victim, state.total_len, state.guard_len),
+            growth=learn_growth(state, decision.preempted >= 0),
         )
+        if self.config.policy == "fair":
+            after = after._replace(served=order.charge(state, self.config, decision.query_len, decision.samples))
         plan = emit_plan(
             state,
             after,
@@ -96,26 +115,60 @@ class ChunkedScheduler(Generic[C]):
     def arrive(self, state: SchedulerState, cache: C, arrivals: Arrivals) -> tuple[SchedulerState, C]:
         """Take in new sequences, then admit waiting ones in policy order until one does not fit.
 
-        Cost: one `PrefixCache.admit` for each sequence tried, at most `max_arrivals`.
+        Cost: one `PrefixCache.admit` for each sequence tried, at most `max_arrivals`; under `lpm` as many look-ups before them.
         """
-        state = take_arrivals(state, arrivals, self.config.policy)
+        if self.config.policy == "fair":
+            state = order.settle_shares(state)
+        state = take_arrivals(state, arrivals)
+        if self.config.policy == "lpm":
+            state = self._look_up(state, cache, arrivals)
+        state = order.put_in_order(state, self.config)
         start = _Admission(state, cache, jnp.int32(0), jnp.bool_(True))
         end: _Admission[C] = jax.lax.while_loop(self._may_admit, self._admit_first, start)
-        return end.state, end.cache
+        return end.state._replace(claim=self._claim_of_first(end.state)), end.cache
 
     def _decide(self, state: SchedulerState, cache: C, *, ended: Bool[Array, ""]) -> tuple[C, Decision]:
-        """Share the budget, take the blocks it needs, and choose who gives way if they ran out and nobody ended."""
-        rank = ranks(state)
-        query_len = query_lens(state, self.config)
-        blocks = blocks_for(state.computed_len + query_len, self.cache.spec.block_size)
+        """Share the budget, take the blocks it needs, and choose who gives way if they ran out, or somebody is owed, and nobody ended."""
+        rank, block_size = ranks(state), self.cache.spec.block_size
+        query_len = query_lens(state, self.config, block_size)
+        blocks = blocks_for(state.computed_len + query_len, block_size)
         need = self._of_groups(jnp.where(query_len > 0, blocks, 0))
         cache, _, copies, status = self.cache.grow(cache, need, rank)
         refused = (query_len > 0) & (status != OK)
-        victim = jnp.where(jnp.any(refused) & ~ended, choose_victim(state, rank), -1)
-        kept = ~refused & (jnp.arange(rank.size) != victim)
-        query_len = jnp.where(kept, query_len, 0)
+        lack = jnp.sum(jnp.where(refused, blocks - blocks_for(state.computed_len, block_size), 0), dtype=jnp.int32)
+        gives_way = (jnp.any(refused) | (state.claim > 0)) & ~ended
+        victim = choose_victim(state, rank, jnp.maximum(lack, state.claim), self.config, block_size)
+        victim = jnp.where(gives_way, victim, -1)
+        is_victim = jnp.arange(rank.size) == victim
+        query_len = jnp.where(refused | is_victim, 0, query_len)
         samples = (query_len > 0) & (state.computed_len + query_len == state.total_len)
-        return cache, Decision(query_len, samples, victim, copies)
+        lost_len = jnp.sum(jnp.where(is_victim, state.computed_len, 0), dtype=jnp.int32)
+        return cache, Decision(query_len, samples, victim, lost_len, copies)
+
+    def _look_up(self, state: SchedulerState, cache: C, arrivals: Arrivals) -> SchedulerState:
+        """Ask how long the cached prefix is, of newcomers and of as many others that wait, in turn."""
+        cache_of: Any = self.cache
+        size, count = state.status.size, arrivals.sequence.size
+        turn = (jnp.arange(size, dtype=jnp.int32) - state.cursor) % size
+        others = jnp.argsort(jnp.where((state.status == WAITING) & (state.in_flight == 0), turn, size))[:count].astype(jnp.int32)
+        found_len = state.found_len
+        for these in (others, arrivals.sequence):
+            index = jnp.clip(these, 0, size - 1)
+            asks = (these >= 0) & (state.status[index] == WAITING) & state.use_prefix[index]
+            answer = cache_of.match(
+                cache, state.tokens[index], jnp.where(asks, state.known_len[index], 1), state.namespace[index], state.tenant[index]
+            )
+            to = jnp.where(asks, index, size)
+            found_len = found_len.at[to].set(answer, mode="drop")
+        return state._replace(found_len=found_len, cursor=(others[-1] + 1) % size)
+
+    def _claim_of_first(self, state: SchedulerState) -> Int32[Array, ""]:
+        """Blocks that the first in line, left waiting, may have taken from a tenant that was served more."""
+        if self.config.policy != "fair":
+            return state.claim
+        first = _first_waiting(state)
+        is_owed = (state.status[first] == WAITING) & is_served_ahead(state, first, self.config)
+        return jnp.where(is_owed, wanted_blocks(state, self.config, self.cache.spec.block_size)[first], 0)
 
     def _of_groups(self, blocks: Int32[Array, "*axes"]) -> Int32[Array, "*axes groups"]:
         """The same number of blocks in every KV group."""
@@ -140,14 +193,16 @@ class ChunkedScheduler(Generic[C]):
             jnp.where(state.use_prefix[first], state.known_len[first], 1)[None],
             state.namespace[first][None],
             state.tenant[first][None],
-            self._of_groups(wanted_blocks(state, block_size)[first][None]),
-            self._of_groups(promised_blocks(state, block_size) + watermark),
+            self._of_groups(wanted_blocks(state, self.config, block_size)[first][None]),
+            self._of_groups(promised_blocks(state, self.config, block_size) + watermark),
         )
         is_admitted, found = answer.status[0] == OK, answer.cached_len[0]
         to = jnp.where(is_admitted, first, state.status.size)
         cached_len = jnp.where(state.cached_len[first] < 0, found, state.cached_len[first])
         state = state._replace(
+            passed=jnp.where(is_admitted, order.note_overtaken(state, first), state.passed),
             status=state.status.at[to].set(RUNNING, mode="drop"),
+            found_len=state.found_len.at[to].set(found, mode="drop"),
             computed_len=state.computed_len.at[to].set(found, mode="drop"),
             cached_len=state.cached_len.at[to].set(cached_len, mode="drop"),
         )

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from octavo_core.plan import Arrivals, StepResult
 
 FREE: Final = 0
 WAITING: Final = 1
 RUNNING: Final = 2
+
+SHARE_AT_START: Final = 700
+"""Thousandths of what a sequence may still write that are kept for it, before anything is known."""
 
 
 class SchedulerState(NamedTuple):
@@ -26,8 +29,15 @@ class SchedulerState(NamedTuple):
         limit_len: Most tokens of prompt and answer together.
         guard_len: Tokens the sequence had when it was last preempted; until it has more it is not preempted again.
         cached_len: Tokens found in the cache at its first admission, −1 before.
-        namespace, tenant, priority, order, use_prefix: As they arrived.
-        by_rank: Sequences in policy order; where FREE ones stand does not matter. Only arrivals change the order, so only they sort.
+        found_len: Tokens found in the cache when it was last looked up.
+        passed: Later arrivals that were admitted before it.
+        namespace, tenant, priority, deadline, order, use_prefix: As they arrived.
+        by_rank: Sequences in policy order; where FREE ones stand does not matter. Only `arrive` changes the order, so only it sorts.
+        served: Weighted tokens each tenant was served beyond the least served one that has sequences (`fair`).
+        growth: Thousandths of what sequences may still write that are kept for them (`optimistic`).
+        claim: Blocks the first in line wants of a tenant that is ahead of it (`fair`); 0: it wants none.
+        cursor: Where the next look at the prefixes of waiting sequences begins (`lpm`).
+        costs: What steps cost, see `octavo_scheduler._src.chunks` (`slo`).
     """
 
     tokens: Int32[Array, "sequences max_len"]
@@ -38,12 +48,20 @@ class SchedulerState(NamedTuple):
     limit_len: Int32[Array, " sequences"]
     guard_len: Int32[Array, " sequences"]
     cached_len: Int32[Array, " sequences"]
+    found_len: Int32[Array, " sequences"]
+    passed: Int32[Array, " sequences"]
     namespace: UInt32[Array, "sequences 2"]
     tenant: Int32[Array, " sequences"]
     priority: Int32[Array, " sequences"]
+    deadline: Int32[Array, " sequences"]
     order: Int32[Array, " sequences"]
     use_prefix: Bool[Array, " sequences"]
     by_rank: Int32[Array, " sequences"]
+    served: Int32[Array, " tenants"]
+    growth: Int32[Array, ""]
+    claim: Int32[Array, ""]
+    cursor: Int32[Array, ""]
+    costs: Float32[Array, "3 4"]
 
     @property
     def total_len(self) -> Int32[Array, " sequences"]:
@@ -61,24 +79,35 @@ class SchedulerState(NamedTuple):
         return self.is_running & (self.total_len < self.limit_len)
 
 
-def empty_state(num_sequences: int, max_len: int) -> SchedulerState:
+def empty_state(num_sequences: int, max_len: int, num_tenants: int = 1) -> SchedulerState:
     """No sequences. Every field is a buffer of its own, so that all can be donated."""
-    zeros = [jnp.zeros(num_sequences, jnp.int32) for _ in range(10)]
+
+    def zeros() -> Int32[Array, " sequences"]:
+        return jnp.zeros(num_sequences, jnp.int32)
+
     return SchedulerState(
         tokens=jnp.zeros((num_sequences, max_len), jnp.int32),
-        status=zeros[0],
-        known_len=zeros[1],
-        in_flight=zeros[2],
-        computed_len=zeros[3],
-        limit_len=zeros[4],
-        guard_len=zeros[5],
-        cached_len=zeros[6],
+        status=zeros(),
+        known_len=zeros(),
+        in_flight=zeros(),
+        computed_len=zeros(),
+        limit_len=zeros(),
+        guard_len=zeros(),
+        cached_len=zeros(),
+        found_len=zeros(),
+        passed=zeros(),
         namespace=jnp.zeros((num_sequences, 2), jnp.uint32),
-        tenant=zeros[7],
-        priority=zeros[8],
-        order=zeros[9],
+        tenant=zeros(),
+        priority=zeros(),
+        deadline=zeros(),
+        order=zeros(),
         use_prefix=jnp.zeros(num_sequences, bool),
         by_rank=jnp.arange(num_sequences, dtype=jnp.int32),
+        served=jnp.zeros(num_tenants, jnp.int32),
+        growth=jnp.full((), SHARE_AT_START, jnp.int32),
+        claim=jnp.zeros((), jnp.int32),
+        cursor=jnp.zeros((), jnp.int32),
+        costs=jnp.zeros((3, 4), jnp.float32),
     )
 
 
@@ -111,8 +140,8 @@ def take_result(state: SchedulerState, result: StepResult) -> tuple[SchedulerSta
     return state, done
 
 
-def take_arrivals(state: SchedulerState, arrivals: Arrivals, policy: str) -> SchedulerState:
-    """Store new sequences as WAITING and put everybody in policy order."""
+def take_arrivals(state: SchedulerState, arrivals: Arrivals) -> SchedulerState:
+    """Store new sequences as WAITING. Their place in policy order is the caller's to find."""
     num_sequences = state.status.size
     # A negative index would wrap round: unused entries point past the end, where the scatter drops them.
     to = jnp.where(arrivals.sequence >= 0, arrivals.sequence, num_sequences)
@@ -120,8 +149,6 @@ def take_arrivals(state: SchedulerState, arrivals: Arrivals, policy: str) -> Sch
     def put(field: Array, value: Array | int) -> Array:
         return field.at[to].set(value, mode="drop")
 
-    priority, order = put(state.priority, arrivals.priority), put(state.order, arrivals.order)
-    keys = (order, priority) if policy == "priority" else (order,)
     return state._replace(
         tokens=put(state.tokens, arrivals.tokens),
         status=put(state.status, WAITING),
@@ -131,10 +158,12 @@ def take_arrivals(state: SchedulerState, arrivals: Arrivals, policy: str) -> Sch
         limit_len=put(state.limit_len, arrivals.limit_len),
         guard_len=put(state.guard_len, 0),
         cached_len=put(state.cached_len, -1),
+        found_len=put(state.found_len, 0),
+        passed=put(state.passed, 0),
         namespace=put(state.namespace, arrivals.namespace),
         tenant=put(state.tenant, arrivals.tenant),
-        priority=priority,
-        order=order,
+        priority=put(state.priority, arrivals.priority),
+        deadline=put(state.deadline, arrivals.deadline),
+        order=put(state.order, arrivals.order),
         use_prefix=put(state.use_prefix, arrivals.use_prefix),
-        by_rank=jnp.lexsort(keys).astype(jnp.int32),
     )
