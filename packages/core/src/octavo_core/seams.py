@@ -79,6 +79,21 @@ class PrefixCache(Protocol[C]):
 
 
 @runtime_checkable
+class MatchingCache(Protocol[C]):
+    """What the scheduling policy `lpm` wants of a `PrefixCache` besides: how long a cached prefix is, without leasing it."""
+
+    def match(
+        self,
+        cache: C,
+        tokens: Int32[Array, "arrivals max_len"],
+        lengths: Int32[Array, " arrivals"],
+        namespace: UInt32[Array, "arrivals 2"],
+        tenant: Int32[Array, " arrivals"],
+    ) -> Int32[Array, " arrivals"]:
+        """Leading tokens of each that `admit` would find now; 0 for lengths ≤ 1."""
+
+
+@runtime_checkable
 class Scheduler(Protocol[S, C]):
     """Decides what the next step computes. Built around a cache object: tracing inlines it."""
 
@@ -235,6 +250,12 @@ class Engine(Protocol):
             EngineDeadError: The step loop has ended.
         """
 
+    def submit(self, requests: Sequence[EngineRequest]) -> Sequence[AsyncIterator[EngineOutput]]:
+        """`generate` for several requests that are queued together: all, or none and every iterator raises (or this call does).
+
+        A request whose iterator is never read must be aborted.
+        """
+
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with `FinishReason.ABORT`. Unknown ids are ignored."""
 
@@ -248,9 +269,3 @@ class Clock(Protocol):
 
     def now_s(self) -> float:
         """Seconds from an arbitrary start; never falls."""
-    def submit(self, requests: Sequence[EngineRequest]) -> Sequence[AsyncIterator[EngineOutput]]:
-        """`generate` for several requests that are queued together: all, or none and every iterator raises (or this call does).
-
-        A request whose iterator is never read must be aborted.
-        """
-
