@@ -42,7 +42,7 @@ def test_a_batch_of_32_gives_the_tokens_of_each_alone(llm, prompts, alone):
 
 
 def test_chunks_of_odd_sizes_give_the_same_tokens(make_llm, prompts, alone, is_idle):
-    chunked = make_llm(max_num_batched_tokens=37, long_prefill_token_threshold=11, max_num_seqs=5)
+    chunked = make_llm(max_num_batched_tokens=37, chunked_prefill_size=11, max_num_seqs=5)
     for prompt, completion in zip(prompts[:12], chunked.generate(prompts[:12], GREEDY), strict=True):
         assert completion.token_ids == alone(prompt)
     is_idle(chunked.core)

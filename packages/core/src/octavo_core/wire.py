@@ -110,6 +110,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         namespace: What `octavo_core.keys.namespace_of` answered.
         tenant: Index of whose share of the pool its blocks count against; the same for every request of a namespace.
         priority: Lower is served first; ties by arrival.
+        deadline_s: Seconds from receipt by which the first token is due; None: whenever.
         arrival_s: Receipt at the frontend, seconds of `time.monotonic()`.
     """
 
@@ -119,6 +120,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     namespace: bytes = bytes(8)
     tenant: int = 0
     priority: int = 0
+    deadline_s: float | None = None
     arrival_s: float = 0.0
 
 
@@ -189,6 +191,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         kv_usage: Share of KV blocks that hold a live sequence's tokens, 0..1.
         kv_wasted_slots, kv_waste: Slots in blocks of running sequences that hold no token, and their share of those blocks' slots, 0..1.
         prefix_queries_tokens, prefix_hits_tokens: Prompt tokens looked up and found; a resumed sequence does not count again.
+        preemptions, preempted_tokens: Sequences that gave up their KV, and the tokens of KV they gave up.
         kv_event_batches_dropped: Steps whose KV events were not published because the publisher could not keep up.
         recompiles: Compilations after the engine became ready; a healthy engine shows 0.
     """
@@ -210,6 +213,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
     preemptions: int = 0
+    preempted_tokens: int = 0
     kv_event_batches_dropped: int = 0
     recompiles: int = 0
 

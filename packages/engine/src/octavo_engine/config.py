@@ -15,6 +15,8 @@ SCHEDULING: Final = "scheduling"
 BACKENDS: Final = "backends"
 LOGS: Final = "logs"
 BLOCK_SIZES: Final = (16, 32, 64)
+MAX_TENANTS: Final = 64
+"""Tenants told apart by a fair schedule that was given no weights; those beyond count as the last."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,12 @@ class EngineConfig:
     download_dir: str | None = option(None, "Where hub files are kept", group=MODEL)
     offline: bool = option(False, "Never ask the hub, use what is on disk", group=MODEL)
     dtype: str = option("auto", "Arithmetic of the model", group=MODEL, choices=("auto", "bfloat16", "float32"))
+    quantization: str = option(
+        "auto",
+        "Weights in dots: auto (the checkpoint's own 4- and 8-bit blocks where kernels serve them), none, int8 or q4",
+        group=MODEL,
+        choices=("auto", "none", "int8", "q4"),
+    )
     max_model_len: int = option(0, "Most tokens of prompt and answer; 0: what the model was made for", group=MODEL)
     generation_config: str = option(
         "auto", "Honour generation_config.json, or use neutral sampling defaults", group=MODEL, choices=("auto", "vllm", "neutral")
@@ -51,16 +59,53 @@ class EngineConfig:
 
     max_num_seqs: int = option(0, "Most sequences in a step", group=SCHEDULING)
     max_num_batched_tokens: int = option(0, "Most new tokens in a step", group=SCHEDULING)
+    chunked_prefill_size: int = option(0, "Most prompt tokens of one sequence in a step; 0: the budget", group=SCHEDULING)
+    chunk_policy: str = option(
+        "auto",
+        "How much prompt a step takes: fixed, adaptive (less the more sequences decode), or slo (what keeps steps short while "
+        "sequences decode); auto: slo on a CPU, adaptive elsewhere",
+        group=SCHEDULING,
+        choices=("auto", "fixed", "adaptive", "slo"),
+    )
+    target_itl_ms: int = option(
+        0, "Longest step wanted while sequences decode, with --chunk-policy slo; 0: some decode steps", group=SCHEDULING
+    )
+    max_num_partial_prefills: int = option(
+        0, "Most sequences whose prompts are computed in one step; 0: no bound", group=SCHEDULING
+    )
+    max_long_partial_prefills: int = option(1, "Of these, at most so many long ones", group=SCHEDULING)
     long_prefill_token_threshold: int = option(
-        0, "Most prompt tokens of one sequence in a step; 0: the budget", group=SCHEDULING, aliases=("--chunked-prefill-size",)
+        0,
+        "Prompts with more tokens to compute are long: they take at most so many a step, and shorter ones pass them; 0: none is",
+        group=SCHEDULING,
     )
     enable_chunked_prefill: bool = option(True, "Prompts are always computed in chunks", group=SCHEDULING)
-    scheduling_policy: str = option("fcfs", "Who goes first", group=SCHEDULING, choices=("fcfs", "priority"))
+    scheduling_policy: str = option(
+        "fcfs",
+        "Who goes first: by arrival; priority; longest cached prefix (lpm); least served tenant (fair); earliest deadline (edf)",
+        group=SCHEDULING,
+        choices=("fcfs", "priority", "lpm", "fair", "edf"),
+    )
+    tenant_weights: str | None = option(
+        None, "Shares of the tenants under fair, relative to one another, such as 1,3; default: all alike", group=SCHEDULING
+    )
+    kv_reservation: str = option(
+        "optimistic",
+        "KV kept for what running sequences may still write: none, an estimate, or all of it (guaranteed: nobody is preempted)",
+        group=SCHEDULING,
+        choices=("none", "optimistic", "guaranteed"),
+    )
     max_num_queued_reqs: int = option(1024, "Sequences that may wait before new ones get 503", group=SCHEDULING)
     max_num_queued_tokens: int = option(0, "Prompt tokens that may wait before new ones get 503; 0: no bound", group=SCHEDULING)
+    max_queue_s: float = option(
+        0.0, "Seconds a sequence may wait for its first step before it ends with an error; 0: no bound", group=SCHEDULING
+    )
     async_scheduling: bool = option(True, "Plan the next step while one runs", group=SCHEDULING)
 
-    attention_backend: str = option("auto", "auto, xla, reference, or my.module:Class", group=BACKENDS)
+    attention_backend: str = option("auto", "auto, cpu, xla, reference, or my.module:Class", group=BACKENDS)
+    layer_backend: str = option(
+        "auto", "Layers in native code where they serve (cpu), or through XLA", group=BACKENDS, choices=("auto", "cpu", "xla")
+    )
     prefix_cache: str | None = option(
         None, "Another prefix cache, by dotted name; default: octavo_kvcache's", group=BACKENDS, metavar="MODULE:NAME"
     )
@@ -75,7 +120,10 @@ class EngineConfig:
         group=BACKENDS,
         metavar="SHARES",
     )
-    tensor_parallel_size: int = option(1, "Not supported yet beyond 1", group=BACKENDS, aliases=("-tp",))
+    tensor_parallel_size: int = option(1, "Devices among which heads and widths are divided", group=BACKENDS, aliases=("-tp",))
+    expert_parallel: bool = option(
+        False, "Divide whole experts among the devices, not each of them", group=BACKENDS, aliases=("--enable-expert-parallel",)
+    )
     compilation_cache_dir: str | None = option(
         None, "Where compiled programs are kept; 'off' keeps none; default: ~/.cache/octavo/jax", group=BACKENDS
     )
@@ -98,9 +146,26 @@ class EngineConfig:
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} is at least 0, got {getattr(self, name)}")
 
+        if not self.max_queue_s >= 0:
+            raise ConfigError(f"--max-queue-s is at least 0, got {self.max_queue_s}")
+        self.weights()
+
+    def weights(self) -> tuple[int, ...]:
+        """`tenant_weights`, read.
+
+        Raises:
+            ConfigError: They are not whole numbers of 1 to 1000.
+        """
+        words = (self.tenant_weights or ",".join(["1"] * MAX_TENANTS)).split(",")
+        if not all(word.strip().isdecimal() and 1 <= int(word) <= 1000 for word in words):
+            raise ConfigError(f"--tenant-weights has whole numbers of 1 to 1000 such as 1,3, got '{self.tenant_weights}'")
+        return tuple(int(word) for word in words)
+
     def _refuse_what_is_missing(self) -> None:
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(f"--tensor-parallel-size {self.tensor_parallel_size} is not supported yet; use 1")
+        if self.tensor_parallel_size < 1:
+            raise ConfigError(f"--tensor-parallel-size is at least 1, got {self.tensor_parallel_size}")
+        if self.expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError("--expert-parallel divides experts among the devices of --tensor-parallel-size, which is 1; raise it")
         if self.kv_cache_dtype not in ("auto", "bfloat16", "float32"):
             raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype} is not supported yet; use auto, bfloat16 or float32")
         if self.cpu_offload_gb:
@@ -115,6 +180,10 @@ _COUNTS: Final = (
     "num_gpu_blocks_override",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "chunked_prefill_size",
+    "target_itl_ms",
+    "max_num_partial_prefills",
+    "max_long_partial_prefills",
     "long_prefill_token_threshold",
     "max_num_queued_reqs",
     "max_num_queued_tokens",

@@ -28,7 +28,7 @@ def planner_of(rows: int, blocks: int, *, spare: int = 0, budget: int = 2_048, m
     spec = CacheSpec((blocks + 1,), BLOCK_SIZE, rows + spare, MAX_LEN // BLOCK_SIZE)
     cache = RadixCache(spec)
     config = SchedulerConfig(max_num_seqs=rows + spare, token_budget=max(budget, rows + spare), max_arrivals=max_arrivals)
-    planner = Planner(ChunkedScheduler(config, cache), cache, max_arrivals=max_arrivals)
+    planner = Planner(ChunkedScheduler(config, cache), cache, max_arrivals=max_arrivals, max_rows=config.max_num_seqs)
     planner.compile()
     return planner
 

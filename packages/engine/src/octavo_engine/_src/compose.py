@@ -18,29 +18,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
-from flax import nnx
+from jax.sharding import Mesh
 
 from octavo_core.config import from_mapping
 from octavo_core.errors import ConfigError
 from octavo_core.seams import AttentionBackend, Model, PrefixCache
 from octavo_core.specs import CacheSpec, KVGroupSpec
 from octavo_core.wire import ModelCard
-from octavo_engine._src import host, kv_events_config, sizing
+from octavo_engine._src import host, kv_events_config, sizing, weights
 from octavo_engine._src.compiles import CompileCounter
 from octavo_engine._src.core import EngineCore, Overlap
-from octavo_engine._src.device import DevicePrograms, DeviceState, tree_bytes
+from octavo_engine._src.device import DevicePrograms, DeviceState
 from octavo_engine._src.kv_events import KVEvents
 from octavo_engine._src.logs import Logs
+from octavo_engine._src.mesh import DividedAttention, device_mesh, everywhere, local_group
 from octavo_engine._src.planner import Planner
 from octavo_engine._src.plug import build_prefix_cache, find_prefix_cache
 from octavo_engine._src.process.flight import FlightRecorder
 from octavo_engine._src.runner import ModelRunner
 from octavo_engine._src.validate import MAX_BIAS, MAX_STOP
 from octavo_engine.config import EngineConfig
-from octavo_kernels import RowSampler, attention_backend
+from octavo_kernels import RowSampler, attention_backend, cpu_layers
 from octavo_kvcache import RadixCache, memory
 from octavo_kvcache.policy import named_policy
-from octavo_models import load_model
+from octavo_models import Placement
 from octavo_models.checkpoints import Checkpoint, progress, resolve
 from octavo_scheduler import ChunkedScheduler, SchedulerConfig
 
@@ -115,21 +116,21 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     run_cpu_programs_in_place()
     host.keep_freed_memory()
     make_cache = _prefix_cache(config, table)
+    mesh = device_mesh(config.tensor_parallel_size)
     checkpoint = resolve(config.model, revision=config.revision, download_dir=config.download_dir, offline=config.offline)
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
     table.append(("device", f"{device.device_kind} ({device.platform})", f"{len(jax.devices())} visible to JAX {jax.__version__}"))
-    dtype, why = _dtype(config, checkpoint, on_cpu)
     table.append(("model", checkpoint.name, f"{checkpoint.config.architecture} from {checkpoint.path.name}"))
-    model: Any = load_model(checkpoint, dtype=dtype)
-    table.append(("dtype", dtype, why))
-    table.append(("weights", f"{tree_bytes(nnx.state(model)) / 2**20:.0f} MiB", f"read in {time.monotonic() - started_s:.1f} s"))
+    placement = None if mesh is None else Placement(mesh, divide_experts=config.expert_parallel)
+    loaded = weights.load(config, checkpoint, _dtype(config, checkpoint, on_cpu), cpu_layers, table, placement)
+    model = loaded.model
 
     seqs, why_seqs = sizing.num_sequences(config, on_cpu=on_cpu)
-    groups, spec = _size_cache(config, checkpoint, model, dtype, seqs, on_cpu, table)
+    groups, spec = _size_cache(config, checkpoint, model, loaded.kv_dtype, seqs, on_cpu, table)
     table.append(("sequences", str(seqs), why_seqs))
     cache = make_cache(spec)
-    attention = _attention(config, groups, table)
+    attention = _attention(config, groups, mesh, table)
     card = _card(config, checkpoint, spec)
     sampler = RowSampler(max_logprobs=card.max_logprobs, max_bias=MAX_BIAS, max_stop=MAX_STOP + MAX_EOS, max_arrivals=MAX_ARRIVALS)
     programs = DevicePrograms.of(
@@ -138,7 +139,7 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
         attention,
         sampler,
         max_logprobs=card.max_logprobs,
-        layers_per_segment=1 if on_cpu else len(model.layers()),
+        layers_per_segment=1 if on_cpu and not loaded.is_packed else len(model.layers()),
     )
     _check_room(spec, memory.pool_bytes(groups, spec.num_blocks), card)
     state = DeviceState(
@@ -146,6 +147,8 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
         sampler=sampler.init(spec.max_sequences, card.vocab_size),
         last_token=jnp.zeros(spec.max_sequences, jnp.int32),
     )
+    if mesh is not None:
+        state = state._replace(**jax.device_put({"sampler": state.sampler, "last_token": state.last_token}, everywhere(mesh)))
     runner, planner = _compile(config, programs, state, cache, sampler, seqs, on_cpu, table)
     compiles = CompileCounter()
     template = jax.tree.map(np.array, sampler.empty_arrivals(spec.max_len))
@@ -230,11 +233,15 @@ def _size_cache(
     return groups, spec
 
 
-def _attention(config: EngineConfig, groups: tuple[KVGroupSpec, ...], table: Table) -> AttentionBackend[Any]:
-    chosen = attention_backend(config.attention_backend, groups)
+def _attention(config: EngineConfig, groups: tuple[KVGroupSpec, ...], mesh: Mesh | None, table: Table) -> AttentionBackend[Any]:
+    chosen = attention_backend(config.attention_backend, tuple(local_group(group, mesh) for group in groups))
     skipped = "; ".join(f"{p.name}: {p.reason}" for p in chosen.passed_over) or "first in order that can serve"
     table.append(("attention", chosen.name, skipped))
-    return chosen.backend
+    if mesh is None:
+        return chosen.backend
+    divided = "whole experts and heads" if config.expert_parallel else "heads and widths"
+    table.append(("devices", str(mesh.size), f"--tensor-parallel-size; {divided} are divided among them"))
+    return DividedAttention(chosen.backend, mesh)
 
 
 def _overlap(config: EngineConfig, on_cpu: bool, table: Table) -> Overlap:
@@ -331,7 +338,7 @@ def _compile(
     table: Table,
 ) -> tuple[ModelRunner, Planner]:
     start_s, spec = time.monotonic(), cache.spec
-    alone = on_cpu and programs.params[0].dtype == jnp.float32
+    alone = on_cpu and (len(programs.segments) == 1 or programs.params[0].dtype == jnp.float32)
     runner = ModelRunner(programs, state, max_blocks=spec.max_blocks)
     budget, why = config.max_num_batched_tokens, "--max-num-batched-tokens"
     likely = sizing.buckets(budget or sizing.PROBE_TOKENS[1], seqs, alone=alone)
@@ -344,7 +351,9 @@ def _compile(
         elif not budget:
             budget, why = 2048, "default of this device"
         runner.compile(sizing.buckets(budget, seqs, alone=alone), advance)
-        planner = _planner(config, cache, seqs, budget)
+        prior_us = _step_cost(runner) if on_cpu else SchedulerConfig.slo_prior_us
+        planner = _planner(config, cache, seqs, budget, on_cpu, tuple(b.tokens for b in runner.shapes), prior_us)
+        table.append(("chunks", _chunk_policy(config, on_cpu), "--chunk-policy" if config.chunk_policy != "auto" else "default of this device"))
         planner.compile()
     table.append(("token budget", f"{budget} tokens", why))
     shapes = ", ".join(f"{b.tokens}x{b.rows}" for b in runner.shapes)
@@ -352,17 +361,43 @@ def _compile(
     return runner, planner
 
 
-def _planner(config: EngineConfig, cache: PrefixCache[Any], max_num_seqs: int, budget: int) -> Planner:
-    spec = cache.spec
-    scheduler = ChunkedScheduler(
-        SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            token_budget=budget,
-            chunk_size=config.long_prefill_token_threshold,
-            max_arrivals=MAX_ARRIVALS,
-            policy=config.scheduling_policy,
-            watermark_blocks=max(1, spec.num_blocks[0] // 100),
-        ),
-        cache,
+def _step_cost(runner: ModelRunner) -> tuple[int, int, int]:
+    """What a step costs on this device until the scheduler has seen some: µs of any step, of a decode row and of a prompt token."""
+    shapes = [b.tokens for b in runner.shapes if b.tokens > 1][:3]
+    times = [runner.time_step(tokens) for tokens in shapes]
+    token_s = max((times[-1] - times[0]) / max(shapes[-1] - shapes[0], 1), 0.0)
+    base_s = max(times[0] - token_s * shapes[0], 0.0)
+    return round(1e6 * base_s), round(1e6 * token_s), round(1e6 * token_s)
+
+
+def _chunk_policy(config: EngineConfig, on_cpu: bool) -> str:
+    return ("slo" if on_cpu else "adaptive") if config.chunk_policy == "auto" else config.chunk_policy
+
+
+def _planner(
+    config: EngineConfig,
+    cache: PrefixCache[Any],
+    max_num_seqs: int,
+    budget: int,
+    on_cpu: bool,
+    step_sizes: tuple[int, ...],
+    prior_us: tuple[int, int, int],
+) -> Planner:
+    chosen = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        token_budget=budget,
+        chunk_size=config.chunked_prefill_size,
+        chunk_policy=_chunk_policy(config, on_cpu),
+        target_itl_ms=config.target_itl_ms,
+        slo_prior_us=prior_us,
+        step_sizes=step_sizes,
+        max_num_partial_prefills=config.max_num_partial_prefills,
+        max_long_partial_prefills=config.max_long_partial_prefills,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        max_arrivals=MAX_ARRIVALS,
+        policy=config.scheduling_policy,
+        tenant_weights=config.weights(),
+        reservation=config.kv_reservation,
+        watermark_blocks=max(1, cache.spec.num_blocks[0] // 100),
     )
-    return Planner(scheduler, cache, max_arrivals=MAX_ARRIVALS)
+    return Planner(ChunkedScheduler(chosen, cache), cache, max_arrivals=MAX_ARRIVALS, max_rows=max_num_seqs)

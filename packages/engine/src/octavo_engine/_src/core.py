@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import logging
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -28,9 +29,11 @@ from octavo_engine._src.logs import Logs, prefill_pairs
 from octavo_engine._src.occupancy import Occupancy
 from octavo_engine._src.planner import Planner
 from octavo_engine._src.runner import Dispatched, ModelRunner
-from octavo_engine._src.sequence import Sequence
+from octavo_engine._src.sequence import NO_DEADLINE, Sequence
 from octavo_engine._src.validate import check_request
 from octavo_engine.config import EngineConfig
+
+_LOG = logging.getLogger(__name__)
 
 Overlap = Literal["off", "beside", "in flight"]
 """`beside`: where a dispatch returns when the step is done (a CPU), the next plan is made in a second thread meanwhile. `in flight`:
@@ -105,7 +108,7 @@ class EngineCore:
         self._occupancy = Occupancy(planner.spec.max_sequences, planner.spec.block_size)
         self._sampling_template = sampling_template
         self._queue = Queue(
-            by_priority=config.scheduling_policy == "priority",
+            policy=config.scheduling_policy,
             max_requests=config.max_num_queued_reqs,
             max_tokens=config.max_num_queued_tokens,
         )
@@ -117,11 +120,12 @@ class EngineCore:
         self._in_flight: deque[_InFlight] = deque()
         self._waiting_in_plan = 0
         self._order = 0
+        self._queue_checked_s = 0.0
         self._outbox: list[EngineOutput] = []
         self._started_s = time.monotonic()
         self._eos = frozenset(card.eos_token_ids)
         self._seeds = random.Random(config.seed or None)
-        self._count = dict.fromkeys(("steps", "prompt", "generated", "queries", "hits", "preemptions"), 0)
+        self._count = dict.fromkeys(("steps", "prompt", "generated", "queries", "hits", "preemptions", "preempted"), 0)
         self._gauges = {"running": 0, "free": planner.spec.num_blocks[0] - 1, "evictable": 0}
 
     # Requests ---------------------------------------------------------------------------------------------------------
@@ -154,6 +158,9 @@ class EngineCore:
             eos_token_ids=self._eos,
             arrival_s=request.arrival_s or time.monotonic(),
         )
+        if request.deadline_s is not None:
+            due_s = sequence.arrival_s + request.deadline_s - self._started_s
+            sequence.deadline = int(max(-NO_DEADLINE, min(due_s * 100, NO_DEADLINE - 1)))
         self._order += 1
         self._live[request.request_id] = sequence
         self._queue.push(sequence)
@@ -189,14 +196,18 @@ class EngineCore:
 
     def _start_plan(self) -> _Ahead:
         """Give free slots to queued sequences and begin the next plan: beside the running step, or here and now."""
+        self._end_those_that_waited_too_long()
         newcomers: list[Sequence] = []
+        waiting = Counter(s.request.tenant for s in self._slots if s is not None and s.started_s is None)
+        slots = len(self._slots) - self.planner.max_rows
         while self._free_slots and len(newcomers) < self.planner.max_arrivals:
-            sequence = self._queue.pop()
+            sequence = self._queue.pop(waiting, slots)
             if sequence is None:
                 break
             sequence.slot = self._free_slots.popleft()
             self._slots[sequence.slot] = sequence
             newcomers.append(sequence)
+            waiting[sequence.request.tenant] += 1
         if newcomers:
             self._runner.begin(fill_sampling(jax.tree.map(np.copy, self._sampling_template), newcomers))
         arrivals = None
@@ -205,6 +216,17 @@ class EngineCore:
         result, self._result = self._result, self.planner.empty_result()
         leaving, self._leaving = self._leaving, []
         return _Ahead(self._planning.submit(self._run_planner, arrivals, result), leaving)
+
+    def _end_those_that_waited_too_long(self) -> None:
+        """Sequences that waited `max_queue_s` for their first step end with an error; looked for ten times in that time."""
+        most_s, now_s = self.config.max_queue_s, time.monotonic()
+        if not most_s or now_s < self._queue_checked_s + most_s / 10:
+            return
+        self._queue_checked_s = now_s
+        late = [s for s in self._live.values() if s.started_s is None and now_s - s.arrival_s > most_s]
+        for sequence in late:
+            error = f"the request waited {now_s - sequence.arrival_s:.1f} s for its first step, {most_s:g} s are allowed; try again later"
+            self._end(sequence, sequence.end(FinishReason.ERROR, error))
 
     def _run_planner(self, arrivals: Arrivals | None, result: StepResult) -> tuple[StepPlan, float]:
         start_s = time.monotonic()
@@ -234,7 +256,7 @@ class EngineCore:
             if sequence is not None and sequence.started_s is None:
                 sequence.started_s = now_s
                 self._note_first_step(sequence, int(plan.cached_len[i]))
-        preempted = self._note_preemption(int(plan.preempted))
+        preempted = self._note_preemption(int(plan.preempted), int(plan.lost_len))
         idle_s = max(0.0, time.monotonic() - self._ready_s) if self._ready_s else plan_s
         dispatched = self._runner.dispatch(plan)
         scores = self._score_prompts(dispatched, rows) if any(s is not None and s.wants_prompt_scores for s in rows) else []
@@ -247,12 +269,14 @@ class EngineCore:
         self._count["hits"] += cached_len
         self._count["prompt"] += sequence.prompt_len
 
-    def _note_preemption(self, slot: int) -> str | None:
+    def _note_preemption(self, slot: int, lost_len: int) -> str | None:
         sequence = self._slots[slot] if slot >= 0 else None
         if sequence is None:
             return None
         sequence.preemptions += 1
         self._count["preemptions"] += 1
+        self._count["preempted"] += lost_len
+        _LOG.warning("preempted request %s: it gives up the KV of %d tokens", sequence.request.request_id, lost_len)
         return sequence.request.request_id
 
     def _score_prompts(self, dispatched: Dispatched, rows: list[Sequence | None]) -> list[PromptScores]:
@@ -278,7 +302,9 @@ class EngineCore:
         flight = self._in_flight.popleft()
         dispatched = flight.dispatched
         ids = dispatched.wait()
-        now_s = self._ready_s = time.monotonic()
+        now_s = time.monotonic()
+        self._note_cost(flight, now_s)
+        self._ready_s = now_s
         for scores in flight.scores:
             scores.collect()
         ended = [flight.rows[row] for row in dispatched.ending]
@@ -292,6 +318,16 @@ class EngineCore:
             if sequence is not None and sequence.finish is None:
                 self._accept(sequence, ids[i], scored.get(i), now_s)
         self._log_step(flight, now_s)
+
+    def _note_cost(self, flight: _InFlight, now_s: float) -> None:
+        """Tell the scheduler how long the step took, from when the device was free for it."""
+        plan = flight.dispatched.plan
+        num_single = int(plan.num_single)
+        self._result = self._result._replace(
+            step_s=np.float32(now_s - max(flight.dispatched.started_s, self._ready_s)),  # type: ignore[arg-type]
+            num_decodes=np.int32(num_single),  # type: ignore[arg-type]
+            num_prefill_tokens=np.int32(int(plan.num_tokens) - num_single),  # type: ignore[arg-type]
+        )
 
     def _accept(self, sequence: Sequence, token: int, score: Any, now_s: float) -> None:
         self._result.accepted[sequence.slot] = 1  # type: ignore[index]
@@ -367,5 +403,6 @@ class EngineCore:
             prefix_queries_tokens=count["queries"],
             prefix_hits_tokens=count["hits"],
             preemptions=count["preemptions"],
+            preempted_tokens=count["preempted"],
             kv_event_batches_dropped=0 if self._kv_events is None else self._kv_events.num_dropped,
         )

@@ -25,10 +25,12 @@ class Planner:
         scheduler: Built around `cache`.
         cache: Whose state is carried here.
         max_arrivals: Entries of an `Arrivals`.
+        max_rows: Rows of a plan.
     """
 
-    def __init__(self, scheduler: Scheduler[Any, Any], cache: PrefixCache[Any], *, max_arrivals: int) -> None:
+    def __init__(self, scheduler: Scheduler[Any, Any], cache: PrefixCache[Any], *, max_arrivals: int, max_rows: int) -> None:
         self.spec: CacheSpec = cache.spec
+        self.max_rows = max_rows
         self.max_arrivals = max_arrivals
         self._cpu = jax.devices("cpu")[0]
         self._scheduler = scheduler

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Final
 
 from octavo_core.wire import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
+
+
+NO_DEADLINE: Final = 2**31 - 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -15,6 +19,7 @@ class Sequence:
         order: Rises with arrival.
         limit_len: Most tokens of prompt and answer.
         seed: Of its draws.
+        deadline: When its first token is due, in hundredths of a second of the engine's clock.
         slot: Index in the scheduler's state, −1 while it has none.
         scored_len: Prompt positions whose successors have been scored.
         finish: Set once; nothing is sent after it.
@@ -26,6 +31,7 @@ class Sequence:
     seed: int
     eos_token_ids: frozenset[int]
     arrival_s: float
+    deadline: int = NO_DEADLINE
     slot: int = -1
     output: list[int] = dataclasses.field(default_factory=list)
     prompt_scores: list[TokenLogprobs | None] = dataclasses.field(default_factory=list)
