@@ -104,7 +104,7 @@ class DevicePrograms:
     ) -> DevicePrograms:
         """Split a model into segments of `layers_per_segment` layers."""
         home = {layer: g for g, spec in enumerate(groups) for layer in spec.layers}
-        parts = [(*nnx.split(layer), home[i]) for i, layer in enumerate(model.layers())]
+        parts = [(*_flat(layer), home[i]) for i, layer in enumerate(model.layers())]
         chunks = [parts[i : i + layers_per_segment] for i in range(0, len(parts), layers_per_segment)]
         segments = tuple(Segment(*(tuple(column) for column in zip(*chunk, strict=True))) for chunk in chunks)
         return cls(*_without_layers(model, segments), segments, groups, attention, sampler, max_logprobs)
@@ -133,7 +133,8 @@ class DevicePrograms:
         """The layers of a segment; `params` are its own or another's of the same kind. `kv` and `stream` are meant to be donated."""
         out = []
         for kind, weights, group, layer_kv in zip(segment.kind, params, segment.groups, kv, strict=True):
-            layer = nnx.merge(kind, weights)
+            graphdef, tree = kind
+            layer = nnx.merge(graphdef, jax.tree.unflatten(tree, weights))
             layer_kv, stream = layer(layer_kv, stream, self._layer_attention(batches[group], group))
             out.append(layer_kv)
         return tuple(out), stream
@@ -184,6 +185,13 @@ class DevicePrograms:
         """Log-probability, rank and alternatives of `targets` after the tokens at flat index `at`."""
         model = self.rebuild(params)
         return score_tokens(model.logits(model.hidden(stream)[at]), targets, self.max_logprobs)
+
+
+def _flat(layer: Any) -> tuple[tuple[Any, Any], list[Any]]:
+    """A layer's structure and its weights as a plain list: a tree of modules would be flattened in every step."""
+    graphdef, params = nnx.split(layer)
+    leaves, tree = jax.tree.flatten(params)
+    return (graphdef, tree), leaves
 
 
 def _without_layers(model: Model, segments: tuple[Segment, ...]) -> tuple[Callable[[Any], Model], list[Any]]:
