@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from octavo_models._src.decoder import Decoder
     from octavo_models._src.load import load_model
     from octavo_models._src.load_packed import StoredWeights, load_packed
+    from octavo_models._src.placement import Placement
     from octavo_models.checkpoints import Checkpoint, GenerationConfig, ModelConfig, RopeConfig, resolve
     from octavo_models.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer, load_chat_template, load_tokenizer
 
@@ -25,6 +26,7 @@ _HOME = {
     "Detokenizer": "octavo_models.text",
     "GenerationConfig": "octavo_models.checkpoints",
     "ModelConfig": "octavo_models.checkpoints",
+    "Placement": "octavo_models._src.placement",
     "RopeConfig": "octavo_models.checkpoints",
     "StopStrings": "octavo_models.text",
     "StoredWeights": "octavo_models._src.load_packed",
@@ -43,6 +45,7 @@ __all__ = [
     "Detokenizer",
     "GenerationConfig",
     "ModelConfig",
+    "Placement",
     "RopeConfig",
     "StopStrings",
     "StoredWeights",

@@ -72,10 +72,14 @@ class ModelRunner:
         state: Fresh device state.
         max_blocks: Width of a block table.
         threads: Programs compiled at the same time.
+
+    On a mesh, inputs and streams are on every device, as `state.last_token` is; KV and weights stay where they are.
     """
 
     def __init__(self, programs: DevicePrograms, state: DeviceState, *, max_blocks: int, threads: int = 2) -> None:
         self._programs, self._params, self._state = programs, programs.params, state
+        placed = state.last_token.sharding
+        self._everywhere = placed if isinstance(placed, jax.sharding.NamedSharding) else None
         self._shapes: tuple[Bucket, ...] = ()
         self._max_blocks, self._threads = max_blocks, threads
         self._compiled: dict[Bucket, _Programs] = {}
@@ -115,18 +119,30 @@ class ModelRunner:
     def _compile_bucket(self, shape: Bucket) -> None:
         step = self._abstract_input(shape)
         state, programs, params = self._state, self._programs, self._params
-        stream, batches = jax.eval_shape(programs.begin, params, state.last_token, step)
-        targets = _ints(SCORED_TOKENS)
+        stream, batches = self._placed(jax.eval_shape(programs.begin, params, state.last_token, step))
+        targets, sizes = self._ints(SCORED_TOKENS), [n for n in self._row_sizes if n <= shape.rows]
+        ends = self._jit(programs.ends)
         self._compiled[shape] = _Programs(
-            begin=self._compiled_from(jax.jit(programs.begin).lower(params, state.last_token, step)),
+            begin=self._compiled_from(self._jit(programs.begin).lower(params, state.last_token, step)),
             segments=self._compile_segments(stream, batches),
-            ends={
-                n: self._compiled_from(jax.jit(programs.ends).lower(params, stream, _ints(n)))
-                for n in self._row_sizes
-                if n <= shape.rows
-            },
-            score=self._compiled_from(jax.jit(programs.score).lower(params, stream, targets, targets)),
+            ends={n: self._compiled_from(ends.lower(params, stream, self._ints(n))) for n in sizes},
+            score=self._compiled_from(self._jit(programs.score).lower(params, stream, targets, targets)),
         )
+
+    def _jit(self, run: Callable[..., Any], *, donate: tuple[int, ...] = (), kv: Any = None) -> Any:
+        """Jit a program whose answer is everywhere, or is KV like `kv`, alone or first."""
+        if self._everywhere is None:
+            return jax.jit(run, donate_argnums=donate)
+        own = jax.tree.map(lambda x: x.sharding, kv)
+        out = self._everywhere if kv is None else own if donate == (0,) else (own, self._everywhere)
+        return jax.jit(run, donate_argnums=donate, out_shardings=out)
+
+    def _placed(self, abstract: Any) -> Any:
+        """Shapes of what is everywhere."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere), abstract)
+
+    def _ints(self, length: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((length,), jnp.int32, sharding=self._everywhere)
 
     def _compile_segments(self, stream: Any, batches: Any) -> list[Any]:
         """A program for every segment; segments alike in structure and shapes share one."""
@@ -136,7 +152,7 @@ class ModelRunner:
             leaves, tree = jax.tree.flatten((segment.params, kv))
             key = (segment.kind, segment.groups, tree, tuple((x.shape, x.dtype) for x in leaves))
             if key not in shared:
-                run = jax.jit(functools.partial(self._programs.run, segment), donate_argnums=(1, 2))
+                run = self._jit(functools.partial(self._programs.run, segment), donate=(1, 2), kv=kv)
                 shared[key] = self._compiled_from(run.lower(segment.params, kv, stream, batches))
             answer.append(shared[key])
         return answer
@@ -145,27 +161,25 @@ class ModelRunner:
         programs, params, state = self._programs, self._params, self._state
         step = self._abstract_input(self._shapes[-1])
         stream, _ = jax.eval_shape(programs.begin, params, state.last_token, step)
-        hidden = jax.eval_shape(programs.ends, params, stream, _ints(rows))
-        sample = jax.jit(programs.sample, donate_argnums=(1, 2))
-        self._sample[rows] = self._compiled_from(
-            sample.lower(params, state.sampler, state.last_token, hidden, _ints(rows), _ints(rows))
-        )
+        hidden = self._placed(jax.eval_shape(programs.ends, params, stream, self._ints(rows)))
+        sample, ids = self._jit(programs.sample, donate=(1, 2)), self._ints(rows)
+        self._sample[rows] = self._compiled_from(sample.lower(params, state.sampler, state.last_token, hidden, ids, ids))
 
     def compile_begin(self, arrivals: SamplingArrivals) -> None:
         """Compile the taking in of new sequences, and the copying of blocks."""
-        copies = jax.ShapeDtypeStruct((len(self._programs.groups), COPIED_BLOCKS, 2), jnp.int32)
+        copies = self._placed(jax.ShapeDtypeStruct((len(self._programs.groups), COPIED_BLOCKS, 2), jnp.int32))
         shared: dict[Any, Any] = {}
         for segment, kv in zip(self._programs.segments, self._state.kv, strict=True):
             key = (segment.groups, *((x.shape, x.dtype) for x in jax.tree.leaves(kv)))
             if key not in shared:
-                copy = jax.jit(functools.partial(self._programs.copy, segment.groups), donate_argnums=0)
+                copy = self._jit(functools.partial(self._programs.copy, segment.groups), donate=(0,), kv=kv)
                 shared[key] = self._compiled_from(copy.lower(kv, copies))
             self._copy.append(shared[key])
-        begin = jax.jit(self._programs.sampler.begin, donate_argnums=0)
-        self._begin = self._compiled_from(begin.lower(self._state.sampler, arrivals))
+        begin = self._jit(self._programs.sampler.begin, donate=(0,))
+        self._begin = self._compiled_from(begin.lower(self._state.sampler, self._placed(arrivals)))
 
     def _abstract_input(self, shape: Bucket) -> StepInput:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._empty_input(shape))
+        return self._placed(self._empty_input(shape))
 
     def _empty_input(self, shape: Bucket) -> StepInput:
         groups = len(self._programs.groups)
@@ -279,10 +293,6 @@ def _cut(plan: StepPlan, bucket: Bucket) -> StepInput:
         num_single=np.asarray(plan.num_single, np.int32),
         num_rows=np.asarray(plan.num_rows, np.int32),
     )
-
-
-def _ints(size: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((size,), jnp.int32)
 
 
 def _fit(x: Any, size: int, fill: int, axis: int = 0) -> Any:
