@@ -15,7 +15,7 @@ from octavo_core.wire import ModelCard
 from octavo_server import __version__, cli
 from octavo_server._src import chat_command
 from octavo_server._src.config import ServerConfig
-from octavo_server._src.serving import bind, url_of
+from octavo_server._src.sockets import bind, url_of
 from octavo_server._src.texts import load_frontend
 
 
@@ -172,18 +172,21 @@ def test_serve_runs_a_forks_engine_by_dotted_name_and_needs_no_jax(checkpoint: P
     pytest.importorskip("octavo_engine.config")
     (tmp_path / "fork.py").write_text(ENGINE)
     program = (
-        "import sys, threading, time, os, signal; sys.path.insert(0, sys.argv[1])\n"
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from octavo_server import cli\n"
-        "threading.Timer(4, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()\n"
         "status = cli.main(sys.argv[2:]); print('jax' in sys.modules, status)\n"
     )
     words = ["serve", str(checkpoint), "--engine", "fork:Fork", "--port", "0", "--host", "127.0.0.1", "--api-key", "a", "--served-model-name", "toy"]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path), *words], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert "Octavo is ready on http://127.0.0.1:" in done.stdout, done.stderr
-    assert "served as" in done.stdout
-    assert done.stdout.strip().endswith("False 0")
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path), *words], stdout=subprocess.PIPE, text=True)
+    told = ""
+    while "Octavo is ready on http://127.0.0.1:" not in told:
+        line = process.stdout.readline()
+        assert line, told
+        told += line
+    process.terminate()
+    rest, _ = process.communicate(timeout=60)
+    assert "served as" in told
+    assert rest.strip().endswith("False 0")
 
 
 def test_a_model_given_twice_or_an_engine_that_is_none_is_one_line(capsys) -> None:

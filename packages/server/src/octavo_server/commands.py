@@ -1,8 +1,9 @@
-"""The sub-commands this package brings: `serve` and `chat`. Imports little, so that `octavo --help` is quick."""
+"""The sub-commands this package brings: `serve`, `chat` and `key`. Imports little, so that `octavo --help` is quick."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 
 
 class Serve:
@@ -41,5 +42,26 @@ class Chat:
         return run(namespace)
 
 
+class Key:
+    """`octavo key`."""
+
+    help = "make an API key and its entry for --api-keys-file"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Takes a name."""
+        parser.add_argument("name", help="what logs call the key")
+        parser.add_argument("--tenant", default="", help="keys of one tenant share cached prefixes (default: the key's own)")
+
+    def run(self, namespace: argparse.Namespace) -> int:
+        """Print the entry, and the key once: it cannot be had from the entry."""
+        from octavo_server._src.keys import new_key
+
+        key, entry = new_key(namespace.name, namespace.tenant)
+        print(f"key, shown only now: {key}", file=sys.stderr)
+        print(entry.decode())
+        return 0
+
+
 serve = Serve()
 chat = Chat()
+key = Key()

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import setproctitle
@@ -21,7 +22,9 @@ from octavo_core.errors import OctavoError
 from octavo_engine.process import RemoteEngine
 from octavo_server._src.config import ServerConfig
 from octavo_server._src.http_server import HttpServer, own_signals
+from octavo_server._src.keys import Keys
 from octavo_server._src.processes import FrontendSpec
+from octavo_server._src.quotas import Quotas
 from octavo_server._src.serving import in_thread
 from octavo_server._src.state import ServerState
 from octavo_server._src.text import Text
@@ -46,7 +49,9 @@ def main() -> int:
 
 
 async def _serve(spec: FrontendSpec, config: ServerConfig, sockets: list[socket.socket]) -> None:
-    state = ServerState(config)
+    keys = Keys.load(config.api_key, config.api_keys_file)
+    quotas = Quotas(keys.entries, Path(spec.folder) / "quotas", row=spec.index, num_rows=config.api_server_count)
+    state = ServerState(config, quotas)
     engine = await RemoteEngine.start(spec.folder, spec.ipc)
 
     async def bring_up() -> None:

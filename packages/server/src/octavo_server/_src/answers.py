@@ -36,14 +36,14 @@ class Call:
     """One HTTP request: who asks, when it came."""
 
     request_id: str
-    tenant: str
+    key: int | None
     arrival_s: float
 
     @classmethod
     def of(cls, scope: Scope) -> Call:
         """What the middleware left in the scope."""
         state = scope.get("state", {})
-        return cls(state.get("request_id") or uuid.uuid4().hex, state.get("tenant", ""), time.monotonic())
+        return cls(state.get("request_id") or uuid.uuid4().hex, state.get("key"), time.monotonic())
 
 
 @runtime_checkable
@@ -112,10 +112,11 @@ def check_prompts(prompts: Sequence[Prompt], served: Served, n: int, max_tokens:
         check_length(len(prompt.ids), max_tokens, served.card, param=param)
 
 
-def choices_of(call: Call, served: Served, job: Job) -> list[Choice]:
+def choices_of(state: ServerState, call: Call, served: Served, job: Job) -> list[Choice]:
     """The sequences of a request, prompt by prompt, each with an id of its own; seeds rise with the choice."""
     request, sampling = job.request, job.sampling
-    namespace = namespace_of(call.tenant, request.cache_salt or "")
+    entry = None if call.key is None else state.keys.entries[call.key]
+    namespace = namespace_of("" if entry is None else entry.own_tenant, request.cache_salt or "")
     root = uuid.uuid4().hex
     choices = []
     for index in range(len(job.prompts) * request.n):
@@ -126,7 +127,8 @@ def choices_of(call: Call, served: Served, job: Job) -> list[Choice]:
             prompt_ids=prompt.ids,
             sampling=msgspec.structs.replace(sampling, seed=seed),
             namespace=namespace,
-            priority=request.priority,
+            tenant=0 if entry is None else entry.quota,
+            priority=request.priority if entry is None else entry.clamp(request.priority),
             arrival_s=call.arrival_s,
         )
         choices.append(Choice(engine_request, _text_stream(served.text, request)))
@@ -168,12 +170,16 @@ def _name(served: Served, request: Generation) -> str:
 
 
 async def _deltas(state: ServerState, served: Served, call: Call, job: Job) -> AsyncGenerator[tuple[int, Delta], None]:
-    choices = choices_of(call, served, job)
+    choices = choices_of(state, call, served, job)
+    if call.key is not None:
+        state.quotas.spend(call.key, sum(len(prompt.ids) for prompt in job.prompts))
     promised = served.engine.submit([choice.request for choice in choices])
     streams = [assemble(state, served, *pair) for pair in zip(choices, promised, strict=True)]
     try:
         async with aclosing(merge(streams)) as merged:
             async for index, delta in merged:
+                if call.key is not None:
+                    state.quotas.spend(call.key, len(delta.token_ids))
                 yield index, _without_generated(delta) if job.drops_generated else delta
     finally:
         for outputs in promised:  # those of streams that nobody began to read, too

@@ -49,7 +49,7 @@ def create_app(
 
 def build_app(state: ServerState) -> ASGIApp:
     """The API over a state that may become ready later; until then everything that needs a model is 503."""
-    keys = state.config.api_key
+    keys = state.keys
     routes = _routes(state, Information(state, VERSION, openapi_json(VERSION, needs_key=bool(keys))))
     router = Router(routes, redirect_slashes=False, default=_not_found)
     app: ASGIApp = ApiKeys(_WithApp(router), keys)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 
 from octavo_core.errors import RequestError
-from octavo_server._src.openai_errors import BodyTooLargeError
+from octavo_server._src.openai_errors import BodyTooLargeError, SlowBodyError
 
 M = TypeVar("M", bound=BaseModel)
 _DRAINED_BODIES = 4
@@ -19,15 +20,24 @@ class ClientGoneError(Exception):
     """The client went away before its request was read; there is nobody to answer."""
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def read_body(receive: Receive, limit: int, timeout_s: float) -> bytes:
     """The request's body.
 
     A body over the limit is read on (and dropped) for a while, so that the client gets to read the refusal.
 
     Raises:
         BodyTooLargeError: More than `limit` bytes.
+        SlowBodyError: It was not there in time.
         ClientGoneError: The connection ended.
     """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(receive, limit)
+    except TimeoutError:
+        raise SlowBodyError(f"a request body comes within {timeout_s:g} s (--body-timeout); this one did not") from None
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
     chunks, size, more = [], 0, True
     while more and size <= _DRAINED_BODIES * limit:
         message = await receive()

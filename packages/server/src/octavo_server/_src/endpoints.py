@@ -24,9 +24,9 @@ _BIG_BODY = 256 * 1024
 Prepare = Callable[[ServerState, Served, Any], Awaitable[Job]]
 
 
-async def read_request(state: ServerState, scope: Scope, receive: Receive) -> dict[str, Any]:
+async def read_request(state: ServerState, receive: Receive) -> dict[str, Any]:
     """The JSON object of a request; a large one is parsed beside the event loop."""
-    body = await read_body(scope, receive, state.config.max_body_bytes)
+    body = await read_body(receive, state.config.max_body_bytes, state.config.body_timeout)
     return await off_loop(state, parse_json, body) if len(body) > _BIG_BODY else parse_json(body)
 
 
@@ -45,12 +45,9 @@ class Generate:
         """Handle one request."""
         call = Call.of(scope)
         served = self._state.require_served()
-        self._state.answering += 1
-        try:
-            value = await read_request(self._state, scope, receive)
+        with self._state.answering_for(call.key):
+            value = await read_request(self._state, receive)
             await until_disconnect(receive, self._work(served, call, value, scope, receive, send))
-        finally:
-            self._state.answering -= 1
 
     async def _work(self, served: Served, call: Call, value: dict[str, Any], scope: Scope, receive: Receive, send: Send) -> None:
         request = validate(self._model, value, ignore_unknown=self._state.config.ignore_unknown_fields)
@@ -69,7 +66,7 @@ class JsonEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         served = self._state.require_served()
-        value = await read_request(self._state, scope, receive)
+        value = await read_request(self._state, receive)
         body = await self._work(self._state, served, value)
         await Response(msgspec.json.encode(body), media_type="application/json")(scope, receive, send)
 

@@ -1,4 +1,4 @@
-"""The HTTP server around the application: uvicorn, its signals, and how it stops. The only module that imports uvicorn.
+"""The HTTP server around the application: uvicorn, its signals, and how it stops. Only this module and `http1` import uvicorn.
 
 Stopping: the first SIGTERM or SIGINT stops admission (`/ready` is 503, new requests are told to go elsewhere) while the port stays
 open; what runs may finish until `shutdown_timeout`, then it is aborted; then the port closes. A second signal stops at once.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -17,10 +16,13 @@ from typing import Any, Final
 import uvicorn
 
 from octavo_server._src.app import build_app
+from octavo_server._src.bounds import Bounds
 from octavo_server._src.config import ServerConfig
+from octavo_server._src.http1 import BoundedHttp1
+from octavo_server._src.sockets import BACKLOG
 from octavo_server._src.state import ServerState
+from octavo_server._src.tls import tls_context
 
-BACKLOG: Final = 4096
 _KEEP_ALIVE_S: Final = 75
 _LAST_WORDS_S: Final = 2.0
 _TICK_S: Final = 0.02
@@ -104,9 +106,10 @@ def own_signals() -> Iterator[None]:
 
 
 def _uvicorn_config(config: ServerConfig, state: ServerState) -> uvicorn.Config:
-    return uvicorn.Config(
+    bounds = Bounds(config.max_connections, config.header_timeout, config.write_timeout)
+    chosen = uvicorn.Config(
         build_app(state),
-        http="httptools" if importlib.util.find_spec("httptools") else "h11",
+        http=type("Http1", (BoundedHttp1,), {"bounds": bounds, "speaks_http2": config.http2}),
         ws="none",
         lifespan="off",
         log_level=config.uvicorn_log_level,
@@ -117,3 +120,6 @@ def _uvicorn_config(config: ServerConfig, state: ServerState) -> uvicorn.Config:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(config.shutdown_timeout + _LAST_WORDS_S),
     )
+    chosen.load()
+    chosen.ssl = tls_context(config)
+    return chosen

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import re
-import time
 import uuid
 from collections.abc import Sequence
 
@@ -15,6 +12,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo_server._src.body import ClientGoneError
+from octavo_server._src.keys import KeyEntry, Keys
 from octavo_server._src.metrics import Metrics
 from octavo_server._src.openai_errors import UnauthorizedError, error_response, status_of
 
@@ -98,38 +96,28 @@ class HttpMetrics:
 
 
 class ApiKeys:
-    """Refuses every route but `OPEN_PATHS` without one of the keys, and names the tenant for what comes after.
+    """Refuses every route but `OPEN_PATHS` without one of the keys, and names the key for what comes after."""
 
-    Compares digests in constant time, each key each time.
-    """
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        if scope["type"] == "lifespan" or not self._digests or self._is_open(scope):
+        if scope["type"] == "lifespan" or not self._keys or self._is_open(scope):
             return await self._app(scope, receive, send)
-        tenant = self._tenant(Headers(scope=scope).getlist("authorization"))
-        if tenant is None:
+        found = self._found(Headers(scope=scope).getlist("authorization"))
+        if found is None:
             raise UnauthorizedError(
                 "wanted the header 'Authorization: Bearer KEY' with a key of this server, got none or a wrong one"
             )
-        scope.setdefault("state", {})["tenant"] = tenant
+        scope.setdefault("state", {})["key"] = found[0]
         await self._app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         return scope["type"] == "http" and path in OPEN_PATHS
 
-    def _tenant(self, headers: list[str]) -> str | None:
+    def _found(self, headers: list[str]) -> tuple[int, KeyEntry] | None:
         scheme, _, key = headers[0].partition(" ") if len(headers) == 1 else ("", "", "")
-        digest = hashlib.sha256(key.encode()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return digest.hex()[:32] if scheme.lower() == "bearer" and any(matches) else None
-
-
-def arrival_s() -> float:
-    """The moment a request counts as received."""
-    return time.monotonic()
+        found = self._keys.find(key)
+        return found if scheme.lower() == "bearer" else None

@@ -21,6 +21,24 @@ class UnauthorizedError(RequestError):
     code = "invalid_api_key"
 
 
+class RateLimitedError(RequestError):
+    """A key has used up what it may."""
+
+    http_status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class SlowBodyError(RequestError):
+    """The request body did not come in time."""
+
+    http_status = 408
+    code = "request_timeout"
+
+
 class BodyTooLargeError(RequestError):
     """The request body is over the limit."""
 
@@ -57,7 +75,7 @@ class AbortedError(OctavoError):
 
 
 def _type_of(status: int) -> str:
-    names = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
+    names = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
     return names.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
@@ -82,13 +100,13 @@ def error_body(error: Exception) -> dict[str, Any]:
 def error_response(error: Exception) -> Response:
     """The same as an HTTP answer, with Retry-After and WWW-Authenticate where they belong."""
     headers = dict(getattr(error, "headers", None) or {})
-    if isinstance(error, OverloadedError):
+    if isinstance(error, OverloadedError | RateLimitedError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, NotReadyError | AbortedError | DrainingError | EngineDeadError):
         headers["retry-after"] = "5"
     if isinstance(error, UnauthorizedError):
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, BodyTooLargeError | DrainingError):
+    if isinstance(error, BodyTooLargeError | SlowBodyError | DrainingError):
         headers["connection"] = "close"
     content = msgspec.json.encode(error_body(error))
     return Response(content, status_of(error), headers=headers, media_type="application/json")

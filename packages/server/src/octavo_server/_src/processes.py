@@ -23,8 +23,7 @@ import msgspec
 from octavo_core.errors import EngineDeadError
 from octavo_core.wire import ModelCard
 from octavo_server._src.config import ServerConfig
-from octavo_server._src.limits import raise_file_limit
-from octavo_server._src.serving import bind, url_of
+from octavo_server._src.sockets import bind, raise_file_limit, url_of
 
 LOG = logging.getLogger("octavo.server")
 _TICK_S: Final = 0.05
@@ -204,7 +203,7 @@ class _Fleet:
             if not was_announced and all(frontend.is_up for frontend in self._frontends):
                 was_announced = True
                 with contextlib.suppress(OSError):  # nobody reads standard output any more: not a reason to stop serving
-                    announce(url_of(self._config.host, self._sock.getsockname()[1]), self._kept())
+                    announce(url_of(self._config.host, self._sock.getsockname()[1], scheme=self._config.scheme), self._kept())
             time.sleep(_TICK_S)
 
     def _kept(self) -> Kept:

@@ -16,9 +16,10 @@ from octavo_core.config import from_namespace
 from octavo_core.errors import ConfigError
 from octavo_engine.process import DEFAULT_CORE, ProcessConfig, Supervisor
 from octavo_server._src.config import ServerConfig
+from octavo_server._src.keys import Keys
 from octavo_server._src.processes import serve_processes
-from octavo_server._src.serving import Loaded, StartedEngine, serve
-from octavo_server._src.texts import chat_template_of, load_frontend
+from octavo_server._src.started import StartedEngine
+from octavo_server._src.tls import tls_context
 
 _ENGINE = "octavo_engine:AsyncEngine"
 _ENGINE_CONFIG = "octavo_engine.config:EngineConfig"
@@ -52,13 +53,21 @@ def run(namespace: argparse.Namespace) -> int:
         namespace.model = given
     engine_config = from_namespace(resolve(_ENGINE_CONFIG), namespace)
     server_config = _with_environment(from_namespace(ServerConfig, namespace))
+    tls_context(server_config)
+    Keys.load(server_config.api_key, server_config.api_keys_file)
 
     process_config = from_namespace(ProcessConfig, namespace)
     if not server_config.in_process and namespace.engine == _ENGINE:
-        chat_template_of(server_config, {})
+        if server_config.chat_template:
+            from octavo_server._src.texts import chat_template_of
+
+            chat_template_of(server_config, {})
         supervisor = Supervisor(engine_config, process_config, core=namespace.core)
         serve_processes(server_config, supervisor, announce=lambda url, engine: announce(url, engine, server_config))
         return 0
+
+    from octavo_server._src.serving import Loaded, serve
+    from octavo_server._src.texts import load_frontend
 
     def load() -> Loaded:
         engine = resolve(namespace.engine).start(engine_config)
@@ -101,11 +110,20 @@ def announce(url: str, engine: StartedEngine, config: ServerConfig) -> None:
 def server_rows(engine: StartedEngine, config: ServerConfig) -> list[tuple[str, str, str]]:
     """The server's part of the start-up table."""
     names = config.served_model_name or (engine.card.name,)
-    keys = len(config.api_key)
+    keys = len(Keys.load(config.api_key, config.api_keys_file).entries)
     return [
         ("served as", ", ".join(names), "--served-model-name" if config.served_model_name else "the model's own name"),
         ("listens on", f"{config.host}:{config.port}", "port 0: the system chooses" if config.port == 0 else "--host, --port"),
-        ("API keys", str(keys) if keys else "none: open to all", f"--api-key or {_KEY_VARIABLE}"),
+        ("transport", _transport(config), "--ssl-certfile, --ssl-ca-certs, --http2"),
+        ("API keys", str(keys) if keys else "none: open to all", f"--api-key, --api-keys-file or {_KEY_VARIABLE}"),
         ("tokenizer", "no: token ids only" if config.skip_tokenizer_init else "yes", "--skip-tokenizer-init"),
         ("chat template", "given" if config.chat_template else "the checkpoint's", "--chat-template"),
     ]
+
+
+def _transport(config: ServerConfig) -> str:
+    versions = "HTTP/1.1 and HTTP/2" if config.http2 else "HTTP/1.1"
+    if not config.ssl_certfile:
+        return f"{versions} without TLS"
+    clients = {0: "", 1: ", client certificates optional", 2: ", client certificates required"}
+    return f"{versions} over TLS{clients[config.wanted_client_certificates]}"

@@ -9,56 +9,17 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from octavo_core.errors import ConfigError
-from octavo_core.wire import ModelCard
 from octavo_models.text import ChatTemplate, Tokenizer
 from octavo_server._src.config import ServerConfig
-from octavo_server._src.http_server import BACKLOG, HttpServer, own_signals
+from octavo_server._src.http_server import HttpServer, own_signals
+from octavo_server._src.sockets import bind, raise_file_limit, url_of
+from octavo_server._src.started import StartedEngine
 from octavo_server._src.state import ServerState
 from octavo_server._src.text import Text
 
-
-@runtime_checkable
-class StartedEngine(Protocol):
-    """An engine as `serve` gets it from its `start`: implements `octavo_core.seams.Engine`, and besides knows these.
-
-    `generate`, `abort` and `stats` are called on the server's event loop, `close` from a thread when the server has stopped.
-    """
-
-    card: ModelCard
-
-    def startup_table(self) -> list[tuple[str, str, str]]:
-        """What was chosen, its value, why."""
-
-    def close(self) -> None:
-        """Stop the step loop and free what it holds."""
-
-
 Loaded = tuple[StartedEngine, Tokenizer | None, ChatTemplate | None]
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        ConfigError: The address is taken, or not of this machine.
-    """
-    where = f"{host}:{port}"
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        sock = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}; choose another --host") from None
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"cannot listen on {where}: {os.strerror(error.errno or 0)}; choose another --port or --host") from None
-    return sock
 
 
 def serve(
@@ -74,6 +35,7 @@ def serve(
         ConfigError: The port is taken.
         Exception: What `load` raised.
     """
+    raise_file_limit()
     sock = bind(config.host, config.port)
     try:
         with own_signals():
@@ -94,7 +56,7 @@ async def _serve(
         state.become_ready(engine, engine.card, text)  # type: ignore[arg-type]
         if announce is not None:
             with contextlib.suppress(OSError):  # nobody reads standard output any more: not a reason to stop serving
-                announce(url_of(config.host, sock.getsockname()[1]), engine)
+                announce(url_of(config.host, sock.getsockname()[1], scheme=config.scheme), engine)
 
     try:
         await HttpServer(config, state).run([sock], bring_up)
@@ -126,9 +88,3 @@ async def in_thread(function: Callable[[], Any]) -> Any:
 
     threading.Thread(target=work, name="octavo-load", daemon=True).start()
     return await future
-
-
-def url_of(host: str, port: int) -> str:
-    """What to type into a client on this machine."""
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
-    return f"http://{f'[{shown}]' if ':' in shown and not shown.startswith('[') else shown}:{port}"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from octavo_core.errors import RequestError, UnknownModelError, nearest_name
 from octavo_core.wire import ModelCard
 from octavo_server._src.config import ServerConfig
+from octavo_server._src.keys import Keys
 from octavo_server._src.metrics import Metrics
 from octavo_server._src.openai_errors import DrainingError, NotReadyError
+from octavo_server._src.quotas import Quotas
 from octavo_server._src.text import Text
 
 if TYPE_CHECKING:
@@ -54,7 +58,7 @@ class Served:
 class ServerState:
     """The mutable centre of one server; touched on its event loop only."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, quotas: Quotas | None = None) -> None:
         self.config = config
         self.served: Served | None = None
         self.live: set[str] = set()
@@ -62,6 +66,8 @@ class ServerState:
         """Generating HTTP requests that have not been answered to their end."""
         self.is_draining = False
         self.metrics = Metrics()
+        self.keys = Keys.load(config.api_key, config.api_keys_file)
+        self.quotas = quotas or Quotas(self.keys.entries)
         self.threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="octavo-tokenizer")
 
     def become_ready(self, engine: Engine, card: ModelCard, text: Text | None) -> None:
@@ -82,6 +88,23 @@ class ServerState:
         if self.served is None:
             raise NotReadyError("the model is still loading; try again in a few seconds")
         return self.served
+
+    @contextlib.contextmanager
+    def answering_for(self, key: int | None) -> Iterator[None]:
+        """A generating request is being answered, on account of a key.
+
+        Raises:
+            RateLimitedError: The key has used up what it may.
+        """
+        if key is not None:
+            self.quotas.enter(key)
+        self.answering += 1
+        try:
+            yield
+        finally:
+            self.answering -= 1
+            if key is not None:
+                self.quotas.leave(key)
 
     async def abort_all(self) -> None:
         """End every request in flight; each client is told."""

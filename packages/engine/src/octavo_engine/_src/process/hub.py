@@ -173,7 +173,7 @@ class Hub:
     def flush(self) -> None:
         """Send what had no room, and give up those who take nothing."""
         for peer in list(self._peers.values()):
-            if peer.outgoing.backlog_bytes and peer.outgoing.flush():
+            if peer.outgoing.flush():
                 self._ring(peer)
             if peer.outgoing.stalled_s > LOST_S or peer.outgoing.backlog_bytes > MAX_BACKLOG_BYTES:
                 self._drop(peer, f"it has taken nothing for {peer.outgoing.stalled_s:.0f} s")

@@ -5,13 +5,13 @@ Knows frames and their numbers; knows neither processes nor what a payload means
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
 from octavo_core.errors import FrameError
 from octavo_core.wire import HEADER_BYTES, MORE, FrameHeader, FrameKind, pack_frame, unpack_frame
+from octavo_engine._src.process.awake import AwakeClock
 from octavo_engine._src.process.transport import SLOT_BYTES, Receiver, Sender
 
 PART_BYTES: Final = SLOT_BYTES - HEADER_BYTES
@@ -27,7 +27,9 @@ class Outgoing:
         self._sequence = 0
         self._backlog: deque[bytes] = deque()
         self.backlog_bytes = 0
-        self._stalled_s: float | None = None
+        self.stalled_s = 0.0
+        """Seconds this process was awake since the other side last took something that it was to take."""
+        self._clock = AwakeClock()
 
     def post(self, kind: FrameKind, payload: bytes, *, request: int = 0, step: int = 0) -> None:
         """Send a message, or keep what does not fit."""
@@ -41,7 +43,6 @@ class Outgoing:
         if self._backlog or not self._sender.send(frame):
             self._backlog.append(frame)
             self.backlog_bytes += len(frame)
-            self._stalled_s = self._stalled_s or time.monotonic()
 
     def flush(self) -> bool:
         """Send what was kept, as far as there is room; True when any of it went."""
@@ -49,13 +50,10 @@ class Outgoing:
         while self._backlog and self._sender.send(self._backlog[0]):
             self.backlog_bytes -= len(self._backlog.popleft())
             went = True
-        self._stalled_s = None if not self._backlog else time.monotonic() if went else self._stalled_s
+        before_s = self._clock.now_s
+        passed_s = self._clock.tick() - before_s
+        self.stalled_s = self.stalled_s + passed_s if self._backlog and not went else 0.0
         return went
-
-    @property
-    def stalled_s(self) -> float:
-        """Seconds since the other side last took something that it was to take."""
-        return 0.0 if self._stalled_s is None else time.monotonic() - self._stalled_s
 
     def close(self) -> None:
         """Close the transport's end."""

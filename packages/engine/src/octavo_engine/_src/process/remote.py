@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -23,6 +22,7 @@ from octavo_core.errors import EngineDeadError, FrameError, OverloadedError, Req
 from octavo_core.frames import unpack_outputs
 from octavo_core.wire import EngineOutput, EngineRequest, EngineStats, FrameHeader, FrameKind, ModelCard, decode, encode
 from octavo_engine._src.process import messages
+from octavo_engine._src.process.awake import AwakeClock
 from octavo_engine._src.process.bell import Bell, Ringer
 from octavo_engine._src.process.link import Incoming, Outgoing
 from octavo_engine._src.process.messages import Phase, State
@@ -37,6 +37,8 @@ SILENT_S: Final = 5.0
 """A core that says nothing for so long is attached to anew, if the supervisor finds it well."""
 MAX_BACKLOG_BYTES: Final = 64 * 2**20
 READ_AT_ONCE: Final = 8
+MAX_UNREAD: Final = 16384
+"""Outputs that may wait for their reader; a client that reads nothing is usually cut off long before."""
 
 
 class RemoteStream(AsyncIterator[EngineOutput]):
@@ -53,6 +55,9 @@ class RemoteStream(AsyncIterator[EngineOutput]):
         """One more."""
         self._outputs.append(output)
         self._news.set()
+        if len(self._outputs) > MAX_UNREAD and not self._finished:
+            self._engine.drop(self)
+            self.fail(OverloadedError(f"{MAX_UNREAD} outputs were not read in time: the sequence was ended"))
 
     def fail(self, error: Exception) -> None:
         """No more will come."""
@@ -82,10 +87,10 @@ class RemoteStream(AsyncIterator[EngineOutput]):
 class _Attachment:
     """The way to one core, and what is under way on it."""
 
-    def __init__(self, folder: Path, transport: Transport, state: State, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, folder: Path, transport: Transport, state: State, loop: asyncio.AbstractEventLoop, now_s: float) -> None:
         self.generation = state.generation
         self.name = f"f-{uuid.uuid4().hex[:16]}"
-        self.asked_s = self.heard_s = time.monotonic()
+        self.heard_s = now_s
         self.incoming: Incoming | None = None
         self.outgoing = Outgoing(transport.sender(f"{self.name}/requests"))
         self.bell = Bell(folder / f"{self.name}.bell")
@@ -120,6 +125,7 @@ class RemoteEngine:
         self._streams: dict[int, RemoteStream] = {}
         self._by_name: dict[str, RemoteStream] = {}
         self._handle = 0
+        self._clock = AwakeClock()
         self._attachment: _Attachment | None = None
         self._is_attached = False
         self._reason = "the engine core is starting"
@@ -185,7 +191,7 @@ class RemoteEngine:
         """See the seam. `is_ready` only while a core is attached; its age counts from the last word of it."""
         if not self._is_attached or self._attachment is None:
             return msgspec.structs.replace(self._stats, is_ready=False, error=self._reason, num_running=0, num_waiting=0)
-        age_s = time.monotonic() - self._attachment.heard_s
+        age_s = self._clock.now_s - self._attachment.heard_s
         return msgspec.structs.replace(self._stats, last_step_age_s=age_s)
 
     def drop(self, stream: RemoteStream) -> None:
@@ -221,6 +227,7 @@ class RemoteEngine:
             await asyncio.sleep(FOLLOW_S)
 
     def _turn(self) -> None:
+        self._clock.tick()
         while (data := _received(self._states)) is not None:
             self._obey(messages.decode(data, State))
         attachment = self._attachment
@@ -231,10 +238,10 @@ class RemoteEngine:
             if self._attachment is not attachment:
                 return
         if self._is_attached:
-            if attachment.outgoing.backlog_bytes and attachment.outgoing.flush():
+            if attachment.outgoing.flush():
                 attachment.ringer.ring()
             self._read()
-        silent_s = time.monotonic() - attachment.heard_s
+        silent_s = self._clock.now_s - attachment.heard_s
         if silent_s > (SILENT_S if self._is_attached else ATTACH_S):
             self._lose(f"the engine core has said nothing for {silent_s:.0f} s")
 
@@ -243,7 +250,7 @@ class RemoteEngine:
             self._lose(state.reason or "the engine core is starting")
         if state.phase is Phase.READY and self._attachment is None:
             self.card, self.table = state.card, state.table
-            self._attachment = _Attachment(self._folder, self._transport, state, asyncio.get_running_loop())
+            self._attachment = _Attachment(self._folder, self._transport, state, asyncio.get_running_loop(), self._clock.now_s)
         elif state.phase is not Phase.READY:
             self._reason = state.reason or "the engine core is starting"
             self.is_final = state.phase is Phase.STOPPED
@@ -254,7 +261,7 @@ class RemoteEngine:
             return
         attachment.incoming = Incoming(self._transport.receiver(f"{attachment.name}/outputs"))
         asyncio.get_running_loop().add_reader(attachment.bell.fileno(), self._hear)
-        attachment.heard_s = time.monotonic()
+        attachment.heard_s = self._clock.now_s
         attachment.ringer.ring()  # what the core has for us since it answered can come now
         self._stats = message.stats
         self._is_attached = True
@@ -285,7 +292,7 @@ class RemoteEngine:
             return
         try:
             for count, (header, payload) in enumerate(attachment.incoming.messages(), 1):
-                attachment.heard_s = time.monotonic()
+                attachment.heard_s = self._clock.now_s
                 self._take(header, payload)
                 if count == READ_AT_ONCE:  # others have a turn between, however fast the core is
                     asyncio.get_running_loop().call_soon(self._read)
