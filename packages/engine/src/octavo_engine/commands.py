@@ -1,4 +1,4 @@
-"""The engine's sub-commands of `octavo`: `generate` and `doctor`. Imports no jax until one runs."""
+"""The engine's sub-commands of `octavo`: `generate`, `simulate` and `doctor`. Imports no jax until one is chosen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import platform
 import shutil
 import sys
 
-from octavo_core.config import add_arguments, from_namespace
+from octavo_core.config import add_arguments, from_namespace, parse_int
 from octavo_core.errors import OctavoError, RequestError
 from octavo_engine.config import EngineConfig
 
@@ -50,6 +50,75 @@ class Generate:
             print(completion.text)
         llm.close()
         return 0
+
+
+class Simulate:
+    """`octavo simulate`: what settings would do to a trace, by the scheduler that serves."""
+
+    help = "replay a trace through the scheduler, sweep settings, fit a cost model"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Offer what is replayed, the engine around it, and what is written."""
+        from octavo_engine._src.simulate_command import DEFAULT_COST
+        from octavo_scheduler import SchedulerConfig
+
+        parser.usage = "octavo simulate TRACE | fit STEP-LOG | replay STEP-LOG --requests REQUEST-LOG  [options]"
+        parser.add_argument(
+            "what", nargs="+", help="a trace (Mooncake JSONL, Azure CSV, a request log); or fit, or replay, and a log"
+        )
+        engine = parser.add_argument_group("the engine")
+        cost = "a file of `simulate fit`, terms such as base=8e-3,decode=2e-5,prefill=4e-5, or roofline:parameters=8e9,flops=4e14"
+        engine.add_argument("--cost", default=DEFAULT_COST, help=f"how long steps take: {cost} (default: {DEFAULT_COST})")
+        engine.add_argument("--blocks", type=parse_int, default=16_384, help="KV blocks (default: 16384)")
+        engine.add_argument("--block-size", type=int, default=32, help="tokens in a KV block (default: 32)")
+        engine.add_argument(
+            "--cache", choices=("radix", "counts"), help="the cache that serves, or only its counts (default: as the trace allows)"
+        )
+        engine.add_argument("--prefix-cache-policy", default="two-lifetimes", help="order of eviction (default: two-lifetimes)")
+        engine.add_argument("--no-enable-prefix-caching", action="store_true", help="match no prefixes")
+        engine.add_argument("--lag", type=int, default=1, help="steps whose results a plan does not know yet (default: 1)")
+        engine.add_argument(
+            "--max-num-queued-reqs", type=int, default=0, help="requests that may wait before new ones are refused; 0: no bound"
+        )
+        engine.add_argument(
+            "--max-num-queued-tokens", type=parse_int, default=0, help="prompt tokens that may wait likewise; 0: no bound"
+        )
+        engine.add_argument("--deadline", type=float, default=0.0, help="seconds after its arrival when a first token is due (edf)")
+        engine.add_argument("--deadline-per-token", type=float, default=0.0, help="and so much later for each prompt token")
+        load = parser.add_argument_group("the load")
+        load.add_argument("--load", type=float, default=1.0, help="arrivals come so many times as fast (default: 1)")
+        load.add_argument("--limit", type=int, help="replay the first so many requests")
+        load.add_argument(
+            "--leave-out-longer", type=parse_int, default=0, metavar="TOKENS", help="leave out requests of more tokens"
+        )
+        load.add_argument("--requests", metavar="FILE", help="request log of the run whose step log is replayed")
+        out = parser.add_argument_group("what comes out")
+        out.add_argument(
+            "--sweep",
+            metavar="NAME[=A:B],…",
+            help="try every combination: chunk_policy,token_budget=512:2048,blocks,policy,load=1:2",
+        )
+        out.add_argument("--jobs", type=int, default=1, help="processes of a sweep (default: 1)")
+        out.add_argument("--slo-ttft", type=float, default=2.0, metavar="S", help="TTFT of a good request, in seconds (default: 2)")
+        out.add_argument(
+            "--slo-tpot-ms", type=float, default=100.0, metavar="MS", help="TPOT of a good request, in ms (default: 100)"
+        )
+        for name, what in (
+            ("csv", "a row for each setting"),
+            ("json", "the same as JSON"),
+            ("html", "one page with table and charts"),
+        ):
+            out.add_argument(f"--{name}", metavar="FILE", help=f"write {what}")
+        out.add_argument("--png", metavar="FOLDER", help="write charts as PNG (needs octavo-scheduler[plots])")
+        out.add_argument("--step-log", metavar="FILE", help="write the simulated steps as a server would have logged them")
+        out.add_argument("--output", metavar="FILE", help="where fit writes the cost model (default: cost.json)")
+        add_arguments(parser, SchedulerConfig)
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Simulate, fit or replay."""
+        from octavo_engine._src.simulate_command import run
+
+        return run(options)
 
 
 class Doctor:
@@ -118,4 +187,5 @@ def _model(name: str | None) -> str:
 
 
 generate = Generate()
+simulate = Simulate()
 doctor = Doctor()

@@ -9,6 +9,8 @@ from octavo_scheduler._src.sim_cache import CountingCache
 from octavo_scheduler._src.sim_cost import CostModel, Fit, StepSize, fit, size_of
 from octavo_scheduler._src.sim_loop import HostRules, Simulator
 from octavo_scheduler._src.sim_metrics import Limits, Outcome, pareto, window_rates
+from octavo_scheduler._src.sim_plot import write_png
+from octavo_scheduler._src.sim_replay import Replay, compare, recorded_tpot_s
 from octavo_scheduler._src.sim_report import charts, label_text, svg, write_csv, write_html, write_json
 from octavo_scheduler._src.sim_state import TICK_S, Books, Requests, StepLine, World, requests_of
 from octavo_scheduler._src.sim_sweep import Setup, names, parse_sweep, simulate, sweep
@@ -23,6 +25,7 @@ __all__ = [
     "HostRules",
     "Limits",
     "Outcome",
+    "Replay",
     "Requests",
     "Setup",
     "Simulator",
@@ -31,6 +34,7 @@ __all__ = [
     "Trace",
     "World",
     "charts",
+    "compare",
     "fit",
     "label_text",
     "make_trace",
@@ -38,6 +42,7 @@ __all__ = [
     "pareto",
     "parse_sweep",
     "read_trace",
+    "recorded_tpot_s",
     "requests_of",
     "simulate",
     "size_of",
@@ -47,4 +52,5 @@ __all__ = [
     "write_csv",
     "write_html",
     "write_json",
+    "write_png",
 ]

@@ -34,7 +34,7 @@ WAITING_INDICES: Final = 64
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """An engine to simulate.
+    """An engine to simulate. As an engine does, it keeps a hundredth of the pool free where the scheduler's watermark is 0.
 
     Attributes:
         config: Of the scheduler.
@@ -148,7 +148,12 @@ def simulator(setup: Setup, cost: CostModel, span: int, max_len: int, make_cache
         deadline_s=setup.deadline_s,
         deadline_per_token_s=setup.deadline_per_token_s,
     )
-    return Simulator(ChunkedScheduler(setup.config, cache), cache, cost, rules)
+    config = dataclasses.replace(
+        setup.config,
+        watermark_blocks=setup.config.watermark_blocks or max(1, setup.blocks // 100),
+        step_sizes=setup.config.step_sizes or tuple(sorted({tokens for tokens, _ in cost.shapes if tokens})),
+    )
+    return Simulator(ChunkedScheduler(config, cache), cache, cost, rules)
 
 
 def simulate(
