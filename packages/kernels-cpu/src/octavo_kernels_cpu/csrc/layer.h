@@ -7,8 +7,6 @@
 
 namespace octavo {
 
-constexpr int ROW_BLOCK = 48;  // rows a task carries: a multiple of every tile, small enough for the second-level cache
-
 constexpr size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // Bytes of `rows` rows of `inputs` values on their way into a product of this format.

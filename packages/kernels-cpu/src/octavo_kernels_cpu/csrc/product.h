@@ -11,23 +11,26 @@ namespace octavo {
 #if OCTAVO_ISA == OCTAVO_AVX512
 constexpr int TILE_F = 12, TILE_Q = 8;
 #else
-constexpr int TILE_F = 6, TILE_Q = 4;  // rows whose sums fit the registers
+constexpr int TILE_F = 6, TILE_Q = 6;  // rows whose sums fit the registers
 #endif
+
+constexpr int ROW_BLOCK = 48;  // rows a task carries: a multiple of every tile, small enough for the second-level cache
 
 // With one row the time goes to fetching weights; the processor's own prefetching stops at every page.
 constexpr int AHEAD = 2048;
 OCTAVO_INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p, 0, 3); }
 
-// NP panels from `panel` on, `step` bytes apart, with R rows from `row` on. Results: out[p][r][16].
+// NP panels from `panel` on, `step` bytes apart, with R rows from `row` on, over inputs [begin, end). Results: out[p][r][16], which hold
+// what the inputs before `begin` gave.
 template <Format FORMAT, int R, int NP>
-OCTAVO_INLINE void float_tile(const uint8_t* panel, size_t step, const Rows& x, int row, int inputs, float* out) {
+OCTAVO_INLINE void float_tile(const uint8_t* panel, size_t step, const Rows& x, int row, int begin, int end, float* out) {
   F acc[NP][R][NV];
   for (int p = 0; p < NP; p++)
     for (int r = 0; r < R; r++)
-      for (int v = 0; v < NV; v++) acc[p][r][v] = splat(0.0f);
+      for (int v = 0; v < NV; v++) acc[p][r][v] = begin ? load(out + (p * R + r) * PANEL + v * W) : splat(0.0f);
   const float* in = x.f + size_t(row) * x.stride;
   if constexpr (FORMAT == Format::F32) {
-    for (int k = 0; k < inputs; k++) {
+    for (int k = begin; k < end; k++) {
       F w[NP][NV];
       for (int p = 0; p < NP; p++)
         for (int v = 0; v < NV; v++) w[p][v] = load((const float*)(panel + p * step) + k * PANEL + v * W);
@@ -38,7 +41,7 @@ OCTAVO_INLINE void float_tile(const uint8_t* panel, size_t step, const Rows& x, 
       }
     }
   } else {
-    for (int k = 0; k + 1 < inputs; k += 2) {
+    for (int k = begin; k + 1 < end; k += 2) {
       F low[NP][NV], high[NP][NV];
       if (R == 1)
         for (int p = 0; p < NP; p++) prefetch(panel + p * step + size_t(k) * 32 + AHEAD);
@@ -53,12 +56,12 @@ OCTAVO_INLINE void float_tile(const uint8_t* panel, size_t step, const Rows& x, 
           for (int v = 0; v < NV; v++) acc[p][r][v] = fma(b, high[p][v], fma(a, low[p][v], acc[p][r][v]));
       }
     }
-    if (inputs % 2)
+    if ((end - begin) % 2)
       for (int r = 0; r < R; r++) {
-        const F a = splat(in[size_t(r) * x.stride + inputs - 1]);
+        const F a = splat(in[size_t(r) * x.stride + end - 1]);
         for (int p = 0; p < NP; p++)
           for (int v = 0; v < NV; v++)
-            acc[p][r][v] = fma(a, low_bf16(load_bits(panel + p * step + size_t(inputs - 1) * 32 + v * W * 4)), acc[p][r][v]);
+            acc[p][r][v] = fma(a, low_bf16(load_bits(panel + p * step + size_t(end - 1) * 32 + v * W * 4)), acc[p][r][v]);
       }
   }
   for (int p = 0; p < NP; p++)
@@ -125,54 +128,85 @@ OCTAVO_INLINE void q8_tile(const uint8_t* panel, const Rows& x, int row, int gro
 template <Format FORMAT>
 constexpr int tile_rows = is_quantised(FORMAT) ? TILE_Q : TILE_F;
 
-// One panel with R rows; out[r][16].
+// Inputs at once of a product in floats: a panel's part of them stays in the first-level cache while the rows pass.
+constexpr int INPUTS_AT_ONCE = 256;
+
+// One panel with R rows over inputs [begin, end), all of them in int8; out[r][16].
 template <Format FORMAT, int R>
-__attribute__((noinline)) void panel_tile(const Weights& w, int panel, const Rows& x, int row, float* out) {
+__attribute__((noinline)) void panel_tile(const uint8_t* panel, const Rows& x, int row, int begin, int end, float* out) {
   if constexpr (FORMAT == Format::Q4)
-    q4_tile<R>(w.panel(panel), x, row, x.groups, out);
+    q4_tile<R>(panel, x, row, x.groups, out);
   else if constexpr (FORMAT == Format::Q8)
-    q8_tile<R>(w.panel(panel), x, row, x.groups, out);
+    q8_tile<R>(panel, x, row, x.groups, out);
   else
-    float_tile<FORMAT, R, 1>(w.panel(panel), 0, x, row, w.inputs, out);
+    float_tile<FORMAT, R, 1>(panel, 0, x, row, begin, end, out);
 }
 
 // One row with two neighbouring panels: a sum waits for the one before it, so one panel alone leaves the units idle.
 template <Format FORMAT>
 __attribute__((noinline)) void two_panels(const Weights& w, int panel, const Rows& x, int row, float* out) {
-  float_tile<FORMAT, 1, 2>(w.panel(panel), panel_bytes(FORMAT, w.inputs), x, row, w.inputs, out);
+  float_tile<FORMAT, 1, 2>(w.panel(panel), panel_bytes(FORMAT, w.inputs), x, row, 0, w.inputs, out);
 }
 
 template <Format FORMAT, int R = tile_rows<FORMAT>>
-OCTAVO_INLINE void any_rows(int rows, const Weights& w, int panel, const Rows& x, int row, float* out) {
+OCTAVO_INLINE void any_rows(int rows, const uint8_t* panel, const Rows& x, int row, int begin, int end, float* out) {
   if (rows == R)
-    panel_tile<FORMAT, R>(w, panel, x, row, out);
+    panel_tile<FORMAT, R>(panel, x, row, begin, end, out);
   else if constexpr (R > 1)
-    any_rows<FORMAT, R - 1>(rows, w, panel, x, row, out);
+    any_rows<FORMAT, R - 1>(rows, panel, x, row, begin, end, out);
 }
 
-// Panels [first, last) with rows [row, end): done(panel, row, rows, results[rows][16]), panels in order for each tile of rows.
+// fn(first row, how many) over rows [row, end) in tiles of nearly equal height: 8 rows are 4 and 4, not 6 and 2.
+template <Format FORMAT, class Fn>
+OCTAVO_INLINE void row_tiles(int row, int end, Fn&& fn) {
+  constexpr int MOST = tile_rows<FORMAT>;
+  for (int tiles = (end - row + MOST - 1) / MOST; tiles > 0; tiles--) {
+    const int rows = (end - row + tiles - 1) / tiles;
+    fn(row, rows);
+    row += rows;
+  }
+}
+
+// Rows from which on a bfloat16 panel is widened once, not for every tile of rows.
+constexpr int WIDEN_FROM = 13;
+
+// Inputs [begin, end) of a bfloat16 panel as a float32 one; `begin` is even.
+OCTAVO_INLINE void widen(const uint8_t* panel, int begin, int end, float* out) {
+  for (int k = begin; k < end; k += 2, out += 2 * PANEL)
+    for (int v = 0; v < NV; v++) {
+      const I bits = load_bits(panel + size_t(k) * 32 + v * W * 4);
+      store(out + v * W, low_bf16(bits));
+      if (k + 1 < end) store(out + PANEL + v * W, high_bf16(bits));
+    }
+}
+
+// Panels [first, last) with rows [row, end), at most `ROW_BLOCK`: done(panel, row, rows, results[rows][16]), panels in order for each tile
+// of rows.
 template <Format FORMAT, class Done>
 OCTAVO_INLINE void panels_with_rows(const Weights& w, int first, int last, const Rows& x, int row, int end, Done&& done) {
-  alignas(64) float out[std::max(tile_rows<FORMAT>, 2) * PANEL];
+  alignas(64) float out[ROW_BLOCK * PANEL], wide[FORMAT == Format::BF16 ? INPUTS_AT_ONCE * PANEL : 1];
+  int panel = first;
   if constexpr (!is_quantised(FORMAT))
-    if (end - row == 1) {
-      int panel = first;
+    if (end - row == 1)
       for (; panel + 2 <= last; panel += 2) {
         two_panels<FORMAT>(w, panel, x, row, out);
         done(panel, row, 1, out);
         done(panel + 1, row, 1, out + PANEL);
       }
-      if (panel < last) {
-        panel_tile<FORMAT, 1>(w, panel, x, row, out);
-        done(panel, row, 1, out);
-      }
-      return;
-    }
-  for (int panel = first; panel < last; panel++)
-    for (int r = row; r < end; r += tile_rows<FORMAT>) {
-      const int rows = std::min(tile_rows<FORMAT>, end - r);
-      any_rows<FORMAT>(rows, w, panel, x, r, out);
-      done(panel, r, rows, out);
+  const int step = is_quantised(FORMAT) ? w.inputs : INPUTS_AT_ONCE;
+  for (; panel < last; panel++)
+    for (int k = 0; k < w.inputs; k += step) {
+      const int stop = std::min(k + step, w.inputs);
+      row_tiles<FORMAT>(row, end, [&](int r, int rows) {
+        float* part = out + (r - row) * PANEL;
+        if (FORMAT == Format::BF16 && end - row >= WIDEN_FROM) {
+          if (r == row) widen(w.panel(panel), k, stop, wide);
+          any_rows<Format::F32>(rows, (const uint8_t*)(wide - size_t(k) * PANEL), x, r, k, stop, part);
+        } else {
+          any_rows<FORMAT>(rows, w.panel(panel), x, r, k, stop, part);
+        }
+        if (stop == w.inputs) done(panel, r, rows, part);
+      });
     }
 }
 
