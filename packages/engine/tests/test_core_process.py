@@ -62,7 +62,7 @@ async def until(condition, timeout_s=10.0):
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("ipc", ["iceoryx2", "zeromq"])
+@pytest.mark.parametrize("ipc", ["iceoryx2", "sockets"])
 def test_streams_side_by_side_each_get_their_own_tokens_in_order(tmp_path, ipc) -> None:
     async def body(supervisor, engine):
         answers = await asyncio.gather(*(tokens(engine, request(f"r{i}", i, 100)) for i in range(40)))
@@ -156,7 +156,7 @@ def _signal(number):
     return harm
 
 
-@pytest.mark.parametrize("ipc", ["iceoryx2", "zeromq"])
+@pytest.mark.parametrize("ipc", ["iceoryx2", "sockets"])
 @pytest.mark.parametrize(
     ("number", "pattern"), [(signal.SIGKILL, "killed"), (signal.SIGSTOP, "not been heard of"), (signal.SIGSEGV, "signal 11")]
 )

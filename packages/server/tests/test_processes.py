@@ -1,8 +1,11 @@
 """`octavo serve` as it is started by default: frontends and an engine core in processes of their own, over real sockets."""
 
+import asyncio
 import contextlib
+import hashlib
 import json
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -14,6 +17,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+
+from octavo_server._src.sockets import url_of
 
 TESTS = Path(__file__).parent
 STUCK, EXIT = 501, 502
@@ -242,6 +247,139 @@ def test_what_outlives_the_shutdown_timeout_is_told_so_and_a_second_signal_ends_
     threads[0].join(10)
 
 
+class Proxy:
+    """Round robin over servers: one that refuses, breaks off before its answer or answers 503 is passed over for the next."""
+
+    def __init__(self, ports):
+        self.ports, self._next = ports, 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._server = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", 0), self._loop).result()
+        self.url = url_of("127.0.0.1", self._server.sockets[0].getsockname()[1])
+
+    async def _serve(self, reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(re.search(rb"content-length: (\d+)", head.lower())[1])
+        request = re.sub(rb"(?i)connection: keep-alive", b"connection: close", head) + await reader.readexactly(length)
+        for _ in range(200):
+            self._next += 1
+            if await self._try(self.ports[self._next % len(self.ports)], request, writer):
+                break
+            await asyncio.sleep(0.02)
+        writer.close()
+
+    async def _try(self, port, request, writer):
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            reader, upstream = await asyncio.open_connection("127.0.0.1", port)
+            upstream.write(request)
+            status = await reader.readuntil(b"\r\n")
+            if b" 503 " in status:
+                upstream.close()
+                return False
+            writer.write(status)
+            while data := await reader.read(65536):
+                writer.write(data)
+            upstream.close()
+            return True
+        return False
+
+    def close(self):
+        self._loop.call_soon_threadsafe(self._server.close)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.mark.slow
+def test_a_rolling_restart_under_load_drops_no_request(start) -> None:
+    replicas = [start("--shutdown-timeout=30") for _ in range(2)]
+    proxy, done, failures, count = Proxy([one.port for one in replicas]), threading.Event(), [], [0]
+
+    def load(index):
+        while not done.is_set():
+            stream = index % 2 == 0
+            answer = httpx.post(
+                proxy.url + "/v1/completions", json={"prompt": [7], "max_tokens": 60, "stream": stream}, timeout=120
+            )
+            count[0] += 1
+            whole = answer.text.endswith("[DONE]\n\n") if stream else answer.json()["usage"]["completion_tokens"] == 60
+            if answer.status_code != 200 or not whole or '"error"' in answer.text:
+                failures.append((answer.status_code, answer.text[-300:]))
+
+    threads = [threading.Thread(target=load, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for replica in replicas:
+        time.sleep(1)
+        assert replica.stop() == 0
+        start("--shutdown-timeout=30", port=replica.port)
+    time.sleep(1)
+    done.set()
+    for thread in threads:
+        thread.join(60)
+    proxy.close()
+    assert not failures
+    assert count[0] > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_two_thousand_connections_at_once_are_all_answered(start, count) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))
+    served = start(f"--api-server-count={count}", "--max-num-queued-reqs=256", "--disable-access-log")
+    body = json.dumps({"prompt": [7], "max_tokens": 20}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+    async def one():
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(request)
+        answer = await asyncio.wait_for(reader.read(), 120)
+        writer.close()
+        return answer
+
+    async def everybody():
+        return await asyncio.gather(*(one() for _ in range(2000)))
+
+    answers = asyncio.run(everybody())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    done = [answer for answer in answers if answer.startswith(b"HTTP/1.1 200")]
+    shed = [answer for answer in answers if answer.startswith(b"HTTP/1.1 503") and b"retry-after: 3" in answer]
+    assert len(done) + len(shed) == 2000
+    assert len(done) >= 256
+    assert served.status("/health") == 200
+    wait_for(lambda: served.gauge() == 0)
+    assert served.stop() == 0
+
+
+def test_limits_of_a_key_hold_over_all_frontends(start, tmp_path) -> None:
+    entries = [
+        {"name": "one", "sha256": hashlib.sha256(b"k1").hexdigest(), "max_concurrent_requests": 3},
+        {"name": "two", "sha256": hashlib.sha256(b"k2").hexdigest(), "max_tokens_per_minute": 50},
+    ]
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
+    served = start("--api-server-count=2", f"--api-keys-file={tmp_path / 'keys.json'}")
+
+    def complete(key, **fields):
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(served.url + "/v1/completions", json={"prompt": [7], **fields}, headers=headers, timeout=60)
+
+    threads, answers = in_threads(12, lambda i: complete("k1", max_tokens=600))
+    for thread in threads:
+        thread.join(60)
+    codes = sorted(answer.status_code for answer in answers)
+    assert codes == [200] * codes.count(200) + [429] * codes.count(429)
+    assert 3 <= codes.count(200) < 12
+    assert complete("k1", max_tokens=1).status_code == 200
+    assert complete("k2", max_tokens=60).status_code == 200
+    refused = [complete("k2", max_tokens=1) for _ in range(4)]
+    assert [answer.status_code for answer in refused] == [429] * 4
+    assert int(refused[0].headers["retry-after"]) >= 10
+    assert refused[0].json()["error"]["code"] == "rate_limit_exceeded"
+    assert complete("k1", max_tokens=1).status_code == 200
+
+
 def test_children_end_when_the_server_is_killed(start) -> None:
     served = start()
     children = psutil.Process(served.process.pid).children()
@@ -303,8 +441,6 @@ def test_an_idle_server_uses_little_of_a_core(start) -> None:
 
 
 def test_os_processes_inherit_a_raised_file_limit(start) -> None:
-    import resource
-
     served = start()
     soft, hard = psutil.Process(served.children("octavo-frontend")[0].pid).rlimit(psutil.RLIMIT_NOFILE)
     assert soft == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[1]

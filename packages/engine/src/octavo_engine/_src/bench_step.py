@@ -23,11 +23,13 @@ MAX_LEN: Final = 4_096
 GOALS: Final = {"step_256": 100, "step_1024": 200, "step_256_p99": 300, "arrive_8": 300}
 
 
-def planner_of(rows: int, blocks: int, *, spare: int = 0, budget: int = 2_048, max_arrivals: int = 8) -> Planner:
+def planner_of(
+    rows: int, blocks: int, *, spare: int = 0, budget: int = 2_048, max_arrivals: int = 8, reservation: str = "optimistic"
+) -> Planner:
     """A compiled planner with default policies."""
     spec = CacheSpec((blocks + 1,), BLOCK_SIZE, rows + spare, MAX_LEN // BLOCK_SIZE)
     cache = RadixCache(spec)
-    config = SchedulerConfig(max_num_seqs=rows + spare, token_budget=max(budget, rows + spare), max_arrivals=max_arrivals)
+    config = SchedulerConfig(max_num_seqs=rows + spare, token_budget=max(budget, rows + spare), max_arrivals=max_arrivals, reservation=reservation)
     planner = Planner(ChunkedScheduler(config, cache), cache, max_arrivals=max_arrivals, max_rows=config.max_num_seqs)
     planner.compile()
     return planner
@@ -71,9 +73,9 @@ def run(report: Report, *, quick: bool) -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     for rows, blocks in ((256, 16_384), (1_024, 65_536)):
         planner, times = planner_of(rows, blocks), list[int]()
-        filler = planner_of(rows, blocks, budget=rows + 64 * MAX_LEN, max_arrivals=64)
+        filler = planner_of(rows, blocks, budget=rows + 64 * MAX_LEN, max_arrivals=64, reservation="none")
         fill(filler, rows, blocks)
-        full = jax.tree.map(np.array, filler.state)
+        full = filler.state
         for _ in range(1 if quick else 8):  # the free blocks last for so many steps
             planner.restore(full)
             times += time_steps(planner, rows, 100)
@@ -97,7 +99,6 @@ def _time_arrivals(report: Report, count: int) -> None:
             arrivals.prompt_len[i], arrivals.limit_len[i] = 2_048, 2_100  # type: ignore[index]
         start = time.perf_counter_ns()
         planner.arrive(arrivals)
-        jax.block_until_ready(planner.state)
         times.append(time.perf_counter_ns() - start)
         for _ in range(8 if turn == 0 else 1):
             plan = planner.step(planner.empty_result())

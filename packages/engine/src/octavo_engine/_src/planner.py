@@ -1,4 +1,4 @@
-"""The scheduler and the cache under one jit, on the CPU, with both states donated.
+"""The scheduler and the cache under one jit, on the CPU, with both states donated and all that is small in one array each way.
 
 Knows when `arrive` has to run; knows nothing of requests or devices.
 """
@@ -13,9 +13,11 @@ import numpy as np
 from octavo_core.plan import Arrivals, StepPlan, StepResult
 from octavo_core.seams import PrefixCache, Scheduler
 from octavo_core.specs import CacheSpec
+from octavo_engine._src.packing import Packing
 
 # Region analysis: without it XLA copies whole pools inside the step. Without the expensive passes it compiles sooner and runs as fast.
 _OPTIONS = {"xla_cpu_copy_insertion_use_region_analysis": True, "xla_llvm_disable_expensive_passes": True}
+_NEVER = 2**62
 
 
 class Planner:
@@ -33,39 +35,54 @@ class Planner:
         self.max_rows = max_rows
         self.max_arrivals = max_arrivals
         self._cpu = jax.devices("cpu")[0]
-        self._scheduler = scheduler
+        self._scheduler, self._cache = scheduler, cache
         with jax.default_device(self._cpu):
-            self._state = jax.device_put((scheduler.init(), cache.init()), self._cpu)
+            state = jax.device_put((scheduler.init(), cache.init()), self._cpu)
+            plan = jax.eval_shape(scheduler.step, *state, self.empty_result())[2]
+            self._states, self._results = Packing(state), Packing(self.empty_result(), limit=_NEVER)
+            self._plans = Packing(plan, limit=_NEVER)
+        self.reset()
         self._step: Any = None
         self._arrive: Any = None
 
+    def reset(self) -> None:
+        """Forget every sequence and every cached block."""
+        self.restore((self._scheduler.init(), self._cache.init()))
+
     def compile(self) -> None:
         """Compile both programs."""
-        state, cache = self._state
-        step = jax.jit(self._scheduler.step, donate_argnums=(0, 1), compiler_options=_OPTIONS)
-        arrive = jax.jit(self._scheduler.arrive, donate_argnums=(0, 1), compiler_options=_OPTIONS)
+        step = jax.jit(self._plan, donate_argnums=0, compiler_options=_OPTIONS)
+        arrive = jax.jit(self._take_in, donate_argnums=0, compiler_options=_OPTIONS)
         with jax.default_device(self._cpu):
-            self._step = step.lower(state, cache, self.empty_result()).compile()
-            self._arrive = arrive.lower(state, cache, self.empty_arrivals()).compile()
+            self._step = step.lower(self._state, self._results.pack_host(self.empty_result())).compile()
+            self._arrive = arrive.lower(self._state, self.empty_arrivals()).compile()
+
+    def _plan(self, packed: Any, result: jax.Array) -> tuple[Any, jax.Array]:
+        state, cache, plan = self._scheduler.step(*self._states.unpack(*packed), self._results.unpack(result, []))
+        return self._states.pack((state, cache)), self._plans.pack(plan)[0]
+
+    def _take_in(self, packed: Any, arrivals: Arrivals) -> Any:
+        return self._states.pack(self._scheduler.arrive(*self._states.unpack(*packed), arrivals))
 
     def step(self, result: StepResult) -> StepPlan:
         """The next plan, as NumPy arrays."""
-        state, cache, plan = self._step(*self._state, result)
-        self._state = (state, cache)
-        return jax.tree.map(np.asarray, plan)
+        self._state, plan = self._step(self._state, self._results.pack_host(result))
+        return self._plans.unpack_host(np.asarray(plan), [])
 
     def arrive(self, arrivals: Arrivals) -> None:
         """Hand over new sequences (or none) and let waiting ones in."""
-        self._state = self._arrive(*self._state, arrivals)
+        self._state = self._arrive(self._state, arrivals)
 
     @property
     def state(self) -> tuple[Any, Any]:
-        """Scheduler's and cache's state, for audits. The next call takes them away."""
-        return self._state
+        """A copy of the scheduler's and the cache's state, for audits."""
+        words, large = jax.tree.map(np.array, self._state)
+        return self._states.unpack_host(words, large)  # type: ignore[no-any-return]
 
     def restore(self, state: tuple[Any, Any]) -> None:
         """Go on from a state that was read before, of this planner or of one alike."""
-        self._state = jax.device_put(state, self._cpu, may_alias=False)
+        with jax.default_device(self._cpu):
+            self._state = jax.jit(self._states.pack)(jax.device_put(state, self._cpu))
 
     def empty_result(self) -> StepResult:
         """Nothing learnt."""

@@ -98,8 +98,8 @@ class Http2(asyncio.Protocol):
         elif isinstance(event, h2.events.ConnectionTerminated):
             self._end()
         elif isinstance(event, h2.events.WindowUpdated | h2.events.RemoteSettingsChanged):
-            for stream in self._streams.values():
-                stream.window.set()
+            for waiting in self._streams.values():
+                waiting.window.set()
         elif (stream := self._streams.get(getattr(event, "stream_id", None) or 0)) is not None:
             if isinstance(event, h2.events.DataReceived):
                 stream.take(event.data, event.flow_controlled_length)

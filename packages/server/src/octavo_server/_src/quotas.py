@@ -83,7 +83,7 @@ class Quotas:
                 wait_s = math.ceil((1 - level) / entry.max_tokens_per_minute * _WINDOW_S)
                 raise RateLimitedError(
                     f"this key may use {entry.max_tokens_per_minute} tokens a minute and has used them; try again in {wait_s} s",
-                    retry_after_s=wait_s,
+                    retry_after_s=float(wait_s),
                 )
             self._counts[self._cell(self._row, index)] += 1
 

@@ -1,8 +1,8 @@
 """One direction between two processes of this machine: whole frames, in order, none lost unseen. Touches shared memory or sockets.
 
 The seam is a `Sender` and a `Receiver`. `send` answers False where the receiver has no room (or is not there yet): nothing is ever
-overwritten, and nobody waits. Two implementations: iceoryx2's publish/subscribe with its overflow switched off, and ZeroMQ over ipc
-where iceoryx2 cannot be imported. Waking a sleeper is `bell`'s work.
+overwritten, and nobody waits. Two implementations: iceoryx2's publish/subscribe with its overflow switched off, and datagram sockets
+where iceoryx2 cannot be imported. Waking a sleeper is `bell`'s work: what was sent before it rings has arrived.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import socket
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Protocol, runtime_checkable
@@ -20,7 +21,7 @@ SLOT_BYTES: Final = 16 * 1024
 """Largest frame; longer messages travel in parts."""
 NUM_SLOTS: Final = 64
 """Frames that may wait for the receiver."""
-KINDS: Final = ("auto", "iceoryx2", "zeromq")
+KINDS: Final = ("auto", "iceoryx2", "sockets")
 
 
 @runtime_checkable
@@ -67,20 +68,20 @@ def choose(wanted: str) -> tuple[str, str]:
     Raises:
         ConfigError: What was asked for is not there.
     """
-    if wanted == "zeromq":
+    if wanted == "sockets":
         return wanted, "--ipc"
     try:
         _iceoryx2()
     except ImportError as error:
         if wanted == "iceoryx2":
-            raise ConfigError(f"--ipc iceoryx2: the package cannot be imported ({error}); use --ipc zeromq") from None
-        return "zeromq", f"iceoryx2 cannot be imported: {error}"
+            raise ConfigError(f"--ipc iceoryx2: the package cannot be imported ({error}); use --ipc sockets") from None
+        return "sockets", f"iceoryx2 cannot be imported: {error}"
     return "iceoryx2", "--ipc" if wanted == "iceoryx2" else "lock-free shared memory"
 
 
 def open_transport(kind: str, folder: Path) -> Transport:
     """A transport of a kind that `choose` answered; `folder` belongs to this server alone."""
-    return Iceoryx() if kind == "iceoryx2" else ZeroMQ(folder)
+    return Iceoryx() if kind == "iceoryx2" else Sockets(folder)
 
 
 def _iceoryx2() -> ModuleType:
@@ -106,7 +107,7 @@ class Iceoryx:
         root = iceoryx_root()
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if root.stat().st_uid != os.getuid():
-            raise ConfigError(f"{root} belongs to another user; set XDG_RUNTIME_DIR to a folder of your own, or use --ipc zeromq")
+            raise ConfigError(f"{root} belongs to another user; set XDG_RUNTIME_DIR to a folder of your own, or use --ipc sockets")
         config = iox.config.default()
         config.global_cfg.root_path = iox.Path.new(f"{root}/")
         config.global_cfg.prefix = iox.FileName.new(f"octavo{os.getuid()}_")
@@ -166,53 +167,45 @@ class _IceoryxReceiver:
         self._subscriber.delete()
 
 
-class ZeroMQ:
-    """PUSH and PULL over ipc."""
+class Sockets:
+    """Datagrams of the local domain: whole, in order, there before the bell that is rung after them, and refused when there is no room."""
 
-    name = "zeromq"
+    name = "sockets"
 
     def __init__(self, folder: Path) -> None:
-        import zmq
-
-        self._zmq, self._folder = zmq, folder
-        self._context: Any = zmq.Context()
+        self._folder = folder
 
     def sender(self, service: str) -> Sender:
         """See the seam."""
-        socket = self._socket(self._zmq.PUSH)
-        socket.bind(self._address(service))
-        return _ZeroMQSender(socket)
+        return _SocketSender(self._path(service))
 
     def receiver(self, service: str) -> Receiver:
         """See the seam."""
-        socket = self._socket(self._zmq.PULL)
-        socket.connect(self._address(service))
-        return _ZeroMQReceiver(socket)
+        return _SocketReceiver(self._path(service))
 
-    def _socket(self, kind: int) -> Any:
-        socket = self._context.socket(kind)
-        socket.set_hwm(NUM_SLOTS)
-        socket.linger = 0
-        return socket
-
-    def _address(self, service: str) -> str:
-        return f"ipc://{self._folder}/{service.replace('/', '-')}"
+    def _path(self, service: str) -> str:
+        return str(self._folder / f"{service.replace('/', '-')}.data")
 
     def close(self) -> None:
         """See the seam."""
-        self._context.destroy(linger=0)
 
 
-class _ZeroMQSender:
-    def __init__(self, socket: Any) -> None:
-        import zmq
+def _datagram_socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    made.setblocking(False)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        made.setsockopt(socket.SOL_SOCKET, option, NUM_SLOTS * SLOT_BYTES)
+    return made
 
-        self._socket, self._flags, self._full = socket, zmq.NOBLOCK, zmq.Again
+
+class _SocketSender:
+    def __init__(self, path: str) -> None:
+        self._socket, self._path = _datagram_socket(), path
 
     def send(self, frame: bytes) -> bool:
         try:
-            self._socket.send(frame, self._flags)
-        except self._full:
+            self._socket.sendto(frame, self._path)
+        except OSError:  # full, or nobody there
             return False
         return True
 
@@ -220,18 +213,17 @@ class _ZeroMQSender:
         self._socket.close()
 
 
-class _ZeroMQReceiver:
-    def __init__(self, socket: Any) -> None:
-        import zmq
-
-        self._socket, self._flags, self._empty = socket, zmq.NOBLOCK, zmq.Again
+class _SocketReceiver:
+    def __init__(self, path: str) -> None:
+        self._socket, self._path = _datagram_socket(), path
+        self._socket.bind(path)
 
     def receive(self) -> bytes | None:
         try:
-            frame: bytes = self._socket.recv(self._flags)
-        except self._empty:
+            return self._socket.recv(SLOT_BYTES)
+        except BlockingIOError:
             return None
-        return frame
 
     def close(self) -> None:
         self._socket.close()
+        Path(self._path).unlink(missing_ok=True)
