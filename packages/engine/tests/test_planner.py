@@ -89,7 +89,7 @@ class Audited:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_an_abort_anywhere_frees_everything_within_its_step_and_every_stream_gets_its_tokens(name, data):
     planner = planner_of(name)
