@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from octavo_tools.environments import SKIPPED
+from octavo_tools.soak import soak
 from octavo_tools.workspace import ROOT
 
 PROPERTIES = ("core", "kvcache", "scheduler", "kernels")
@@ -32,12 +33,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Search, then accept; 1 when something was found."""
     parser = argparse.ArgumentParser(prog="tools/nightly", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0, help="time for property tests (default: %(default)s)")
+    parser.add_argument("--soak-minutes", type=float, default=30.0, help="time of the soak; 0: none (default: %(default)s)")
+    parser.add_argument("--cases", type=int, default=10_000, help="requests of the API fuzz; 0: none (default: %(default)s)")
     parser.add_argument("--skip-acceptance", action="store_true", help="property tests only")
     args = parser.parse_args(argv)
-    verdicts = [search(args.minutes * 60)]
+    verdicts = [long_tests(), search(args.minutes * 60)]
+    if args.cases:
+        verdicts.append(fuzz_api(args.cases))
+    if args.soak_minutes:
+        verdicts.append(soak(args.soak_minutes * 60, seed=int(time.strftime("%Y%m%d"))))
     if not args.skip_acceptance:
         verdicts += [accept(api_key=None), accept(api_key="octavo-nightly")]
     return 1 if any(status not in (0, SKIPPED) for status in verdicts) else 0
+
+
+def long_tests() -> int:
+    """Run every test that is marked slow."""
+    return subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "slow"], cwd=ROOT).returncode
 
 
 def search(seconds: float) -> int:
@@ -50,10 +62,22 @@ def search(seconds: float) -> int:
         rounds += 1
         seed = int(time.strftime("%Y%m%d")) * 1000 + rounds
         print(f"== round {rounds}, seed {seed}", flush=True)
-        argv = [sys.executable, "-m", "pytest", "-q", "-x", f"--hypothesis-seed={seed}", *folders]
+        argv = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", f"--hypothesis-seed={seed}", *folders]
         if status := subprocess.run(argv, cwd=ROOT, env=environment).returncode:
             return status
     return 0
+
+
+def fuzz_api(num_cases: int) -> int:
+    """Requests made from the server's own schema against a server with the default model; 1 for any 5xx."""
+    from octavo_tools import api_fuzz
+
+    with server(("--max-model-len=128", "--max-num-queued-reqs=0", "--disable-access-log")) as url:
+        findings = api_fuzz.fuzz(api_fuzz.of_url(url), num_cases, seed=int(time.strftime("%Y%m%d")))
+    print(f"api fuzz: {findings.num_cases} requests, answers by status {dict(sorted(findings.statuses.items()))}")
+    for failure in findings.failures[:10]:
+        print(f"FAIL {failure}")
+    return 1 if findings.failures else 0
 
 
 def accept(*, api_key: str | None) -> int:
