@@ -101,6 +101,9 @@ class Built:
         self.core, self.table = core, [("engine", "toy", "asked for")]
         self.card = ModelCard(name="org/toy", root=root, max_model_len=4096, vocab_size=VOCAB)
 
+    def audit(self):
+        return []
+
     def flush(self):
         pass
 

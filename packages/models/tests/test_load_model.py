@@ -139,6 +139,42 @@ def test_a_quantised_gguf_has_the_same_bfloat16_values_in_both_types(tmp_path, b
         np.testing.assert_allclose(a, exact, atol=0.6)
 
 
+def dequantised_types():
+    """Every block type that the `gguf` package turns back into numbers."""
+    found = []
+    for kind, (_, size) in gguf.GGML_QUANT_SIZES.items():
+        try:
+            gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+        except NotImplementedError:
+            continue
+        found.append(kind)
+    return found
+
+
+@pytest.mark.parametrize("kind", dequantised_types(), ids=lambda kind: kind.name)
+def test_every_type_that_the_gguf_package_dequantises_is_read(tmp_path, kind):
+    """Random blocks, without their NaN: what is read is what the package says, rounded once to bfloat16 unless the type is plain."""
+    config = ModelConfig("LlamaForCausalLM", 512, 256, 512, 1, 4, 2, 64, tie_word_embeddings=True)
+    tensors = random_tensors(config)
+    per_block, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(1).integers(0, 60, (512, 256 // per_block * size)).astype(np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    for name, values in tensors.items():
+        layer = name.split(".")[2] if name.startswith("model.layers.") else None
+        stem, _, ending = name.removeprefix(f"model.layers.{layer}.").rpartition(".")
+        stem = f"{GGUF_NAME[stem]}.{ending}" if layer is None else f"blk.{layer}.{GGUF_NAME[stem]}.{ending}"
+        writer.add_tensor(stem, *((blocks, None, kind) if layer is None and values.ndim == 2 else (values,)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    model = load_model(checkpoint_of(config, tmp_path / "m.gguf", kind="gguf"), dtype="float32", progress=False)
+    wanted = gguf.quants.dequantize(blocks, kind)
+    wanted = wanted if kind.name in ("F32", "F16", "BF16") else wanted.astype(ml_dtypes.bfloat16)
+    assert np.isfinite(wanted.astype(np.float32)).all()
+    np.testing.assert_array_equal(model.embed.weight[...], wanted.astype(np.float32))
+
+
 def test_the_divisors_of_a_gguf_replace_the_rope_scaling(tmp_path, biased):
     tensors, _ = biased
     scaled = dataclasses.replace(BIASED, rope=RopeConfig(kind="linear", factor=8.0))

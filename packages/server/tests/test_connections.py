@@ -1,4 +1,7 @@
-"""What connections may take: HTTP/1.1 and HTTP/2, with TLS and without, slow and many clients. Real sockets, the toy engine."""
+"""What connections may take: HTTP/1.1 and HTTP/2, with TLS and without, slow and many clients. Real sockets, the toy engine.
+
+Size: the stories share one running server and its clients.
+"""
 
 import asyncio
 import contextlib

@@ -63,9 +63,20 @@ def _serve(spec: messages.CoreSpec, built: BuiltCore, reporter: Reporter) -> Non
     reporter.ready(built, loop)
     loop.run()
     hub.close()
+    if os.environ.get("OCTAVO_AUDIT"):
+        _audit(built)
     built.close()
     reporter.close()
     transport.close()
+
+
+def _audit(built: BuiltCore) -> None:
+    """Say whether the cache's books close: what a soak looks for at its end."""
+    problems = built.audit()
+    for problem in problems:
+        logger.error("audit: %s", problem)
+    if not problems:
+        logger.info("the books of the cache are in order")
 
 
 def _end_with_the_supervisor() -> None:

@@ -39,7 +39,7 @@ from octavo_engine._src.runner import ModelRunner
 from octavo_engine._src.validate import MAX_BIAS, MAX_STOP
 from octavo_engine.config import EngineConfig
 from octavo_kernels import RowSampler, attention_backend, cpu_layers
-from octavo_kvcache import RadixCache, memory
+from octavo_kvcache import RadixCache, audit, memory
 from octavo_kvcache.policy import named_policy
 from octavo_models import Placement
 from octavo_models.checkpoints import Checkpoint, progress, resolve
@@ -66,6 +66,7 @@ class Built:
     logs: Logs
     kv_events: KVEvents | None
 
+    has_own_cache: bool = True
     @property
     def recompiles(self) -> int:
         """Compilations since it became ready."""
@@ -76,6 +77,13 @@ class Built:
         self.logs.flush()
 
     def close(self) -> None:
+    def audit(self) -> list[str]:
+        """What is wrong with the cache's books, where it is Octavo's own; call it when nothing runs."""
+        while self.core.has_work:
+            self.core.turn()
+        cache = self.core.planner.state[1]
+        return audit(cache, self.core.planner.spec) if self.has_own_cache else []
+
         """Stop listening for compilations, publish what is left, close the logs."""
         self.compiles.close()
         if self.kv_events is not None:
@@ -160,7 +168,7 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     table.append(("start", f"{time.monotonic() - started_s:.1f} s", "from nothing to ready"))
     host.return_freed_memory()
     compiles.arm()
-    return Built(core, card, checkpoint, compiles, table, logs, kv_events)
+    return Built(core, card, checkpoint, compiles, table, logs, kv_events, config.prefix_cache is None)
 
 
 def compiled_programs_folder(folder: str | None) -> Path | None:

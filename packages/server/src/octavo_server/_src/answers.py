@@ -129,6 +129,7 @@ def choices_of(state: ServerState, call: Call, served: Served, job: Job) -> list
             namespace=namespace,
             tenant=0 if entry is None else entry.quota,
             priority=request.priority if entry is None else entry.clamp(request.priority),
+            deadline_s=None if request.deadline_ms is None else request.deadline_ms / 1e3,
             arrival_s=call.arrival_s,
         )
         choices.append(Choice(engine_request, _text_stream(served.text, request)))

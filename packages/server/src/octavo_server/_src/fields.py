@@ -165,6 +165,7 @@ class Generation(Strict):
     return_token_ids: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, AfterValidator(_clamped)] = 0
+    deadline_ms: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     response_format: Annotated[Any, BeforeValidator(_response_format), WithJsonSchema({"type": "object"})] = None
 
     @model_validator(mode="after")

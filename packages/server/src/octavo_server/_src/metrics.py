@@ -35,6 +35,7 @@ _COUNTERS = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_queries_tokens"),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_hits_tokens"),
     ("num_preemptions", "Sequences that gave up their blocks", "preemptions"),
+    ("preempted_tokens", "Tokens whose KV preempted sequences gave up", "preempted_tokens"),
     ("prompt_tokens", "Prompt tokens taken in", "prompt_tokens"),
     ("generation_tokens", "Tokens generated", "generation_tokens"),
     ("recompiles", "Compilations after the engine became ready", "recompiles"),

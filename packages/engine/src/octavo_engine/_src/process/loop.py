@@ -32,6 +32,9 @@ class BuiltCore(Protocol):
     def recompiles(self) -> int:
         """Compilations since it became ready."""
 
+    def audit(self) -> list[str]:
+        """What is wrong with the cache's books, once nothing runs."""
+
     def flush(self) -> None:
         """Nothing is to do: write down what waits."""
 

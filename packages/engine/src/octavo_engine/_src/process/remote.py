@@ -84,6 +84,59 @@ class RemoteStream(AsyncIterator[EngineOutput]):
             self._engine.drop(self)
 
 
+class _Streams:
+    """Streams that are under way, by handle and by request id."""
+
+    def __init__(self) -> None:
+        self._by_handle: dict[int, RemoteStream] = {}
+        self._by_name: dict[str, RemoteStream] = {}
+        self._handle = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_name
+
+    def add(self, engine: RemoteEngine, names: Sequence[str]) -> tuple[int, list[RemoteStream]]:
+        """New streams and the handle of the first; the others follow it.
+
+        Raises:
+            RequestError: A name is in use.
+        """
+        taken = next((name for i, name in enumerate(names) if name in self._by_name or name in names[:i]), None)
+        if taken is not None:
+            raise RequestError(f"request id '{taken}' is in use; ids of live requests are unique")
+        first = self._handle + 1
+        streams = [RemoteStream(engine, name, handle) for handle, name in enumerate(names, first)]
+        self._handle += len(streams)
+        self._by_handle.update((stream.handle, stream) for stream in streams)
+        self._by_name.update((stream.request_id, stream) for stream in streams)
+        return first, streams
+
+    def take_out(self, handle: int) -> RemoteStream | None:
+        """The stream of a handle, which is over."""
+        stream = self._by_handle.pop(handle, None)
+        if stream is not None:
+            del self._by_name[stream.request_id]
+        return stream
+
+    def name_of(self, handle: int) -> str:
+        """Its request id; nothing for one that nobody reads any more."""
+        stream = self._by_handle.get(handle)
+        return stream.request_id if stream is not None else ""
+
+    def give(self, handle: int, output: EngineOutput) -> None:
+        """An output for it."""
+        stream = self._by_handle.get(handle) if output.finish_reason is None else self.take_out(handle)
+        if stream is not None:
+            stream.put(output)
+
+    def fail_all(self, error: Exception) -> None:
+        """None of them goes on."""
+        for handle in list(self._by_handle):
+            stream = self.take_out(handle)
+            if stream is not None:
+                stream.fail(error)
+
+
 class _Attachment:
     """The way to one core, and what is under way on it."""
 
@@ -122,9 +175,7 @@ class RemoteEngine:
 
     def __init__(self, folder: str, ipc: str) -> None:
         self._folder, self._transport = Path(folder), open_transport(ipc, Path(folder))
-        self._streams: dict[int, RemoteStream] = {}
-        self._by_name: dict[str, RemoteStream] = {}
-        self._handle = 0
+        self._streams = _Streams()
         self._clock = AwakeClock()
         self._attachment: _Attachment | None = None
         self._is_attached = False
@@ -169,22 +220,14 @@ class RemoteEngine:
             raise EngineDeadError(self._reason)
         if attachment.outgoing.backlog_bytes > MAX_BACKLOG_BYTES:
             raise OverloadedError("requests come faster than the engine core takes them; try again later")
-        names = [request.request_id for request in requests]
-        taken = next((name for i, name in enumerate(names) if name in self._by_name or name in names[:i]), None)
-        if taken is not None:
-            raise RequestError(f"request id '{taken}' is in use; ids of live requests are unique")
-        first = self._handle + 1
-        streams = [RemoteStream(self, name, handle) for handle, name in enumerate(names, first)]
-        self._handle += len(streams)
-        self._streams.update((stream.handle, stream) for stream in streams)
-        self._by_name.update((stream.request_id, stream) for stream in streams)
+        first, streams = self._streams.add(self, [request.request_id for request in requests])
         attachment.outgoing.post(FrameKind.REQUEST, encode(list(requests)), request=first)
         attachment.ringer.ring()
         return streams
 
     async def abort(self, request_id: str) -> None:
         """See the seam."""
-        if request_id in self._by_name:
+        if request_id in self._streams:
             self._send_abort(request_id)
 
     def stats(self) -> EngineStats:
@@ -196,8 +239,7 @@ class RemoteEngine:
 
     def drop(self, stream: RemoteStream) -> None:
         """Nobody reads this stream any more."""
-        if self._streams.pop(stream.handle, None) is not None:
-            self._by_name.pop(stream.request_id, None)
+        if self._streams.take_out(stream.handle) is not None:
             self._send_abort(stream.request_id)
 
     def _send_abort(self, request_id: str) -> None:
@@ -272,9 +314,7 @@ class RemoteEngine:
         attachment, self._attachment = self._attachment, None
         self._is_attached, self._reason = False, reason
         self._ready.clear()
-        streams, self._streams, self._by_name = self._streams, {}, {}
-        for stream in streams.values():
-            stream.fail(EngineDeadError(reason))
+        self._streams.fail_all(EngineDeadError(reason))
         if attachment is not None:
             attachment.close()
 
@@ -303,34 +343,16 @@ class RemoteEngine:
 
     def _take(self, header: FrameHeader, payload: bytes) -> None:
         if header.kind == FrameKind.OUTPUT:
-            for handle, output in unpack_outputs(payload, self._name_of):
-                self._give(handle, output)
+            for handle, output in unpack_outputs(payload, self._streams.name_of):
+                self._streams.give(handle, output)
             return
         message: Any = decode(header.kind, payload)
         if header.kind == FrameKind.STATS:
             self._stats = message
         elif header.kind == FrameKind.REFUSED:
             for handle in range(header.request, header.request + message.count):
-                self._end(handle, message.error())
-
-    def _name_of(self, handle: int) -> str:
-        stream = self._streams.get(handle)
-        return stream.request_id if stream is not None else ""
-
-    def _give(self, handle: int, output: EngineOutput) -> None:
-        stream = self._streams.get(handle)
-        if stream is None:
-            return
-        if output.finish_reason is not None:
-            del self._streams[handle]
-            self._by_name.pop(stream.request_id, None)
-        stream.put(output)
-
-    def _end(self, handle: int, error: Exception) -> None:
-        stream = self._streams.pop(handle, None)
-        if stream is not None:
-            self._by_name.pop(stream.request_id, None)
-            stream.fail(error)
+                if (stream := self._streams.take_out(handle)) is not None:
+                    stream.fail(message.error())
 
 
 def _received(socket: Any) -> bytes | None:

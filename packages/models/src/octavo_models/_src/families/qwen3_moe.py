@@ -10,7 +10,7 @@ from octavo_models._src.model_config import ModelConfig, MoEConfig
 
 def _read(fields: Fields, architecture: str) -> ModelConfig:
     layers = fields.integer("num_hidden_layers")
-    slides = fields.boolean("use_sliding_window", False)
+    slides = fields.boolean("use_sliding_window", False) and fields.values.get("sliding_window", 0) is not None
     window = fields.integer("sliding_window", 4096) if slides else None
     moe = MoEConfig(
         num_experts=fields.integer("num_experts", fields.integer("num_local_experts", 128)),
