@@ -22,12 +22,16 @@ ALIGNMENT = 64
 
 
 class Format(enum.IntEnum):
-    """How a packed matrix keeps its values: as floats, as int8 with a scale for 32 inputs, as 4 bits with scale and minimum."""
+    """How a packed matrix keeps its values: as floats, as int8 with a scale for 32 inputs, as 4 bits with scale and minimum.
+
+    Activations enter `Q8` and `Q4` as int8, the others as they are; `Q8F` is `Q8` for float activations.
+    """
 
     F32 = 0
     BF16 = 1
     Q8 = 2
     Q4 = 3
+    Q8F = 4
 
 
 class Source(enum.IntEnum):
@@ -109,7 +113,7 @@ def empty_aligned(num_bytes: int) -> np.ndarray:
 
 def row_bytes(form: int, rows: int, inputs: int) -> int:
     """Scratch memory of rows on their way into a product."""
-    if form in (Format.F32, Format.BF16):
+    if form not in (Format.Q8, Format.Q4):
         return aligned(rows * inputs * 4)
     return aligned(rows * inputs) + 2 * aligned(rows * (inputs // GROUP) * 4)
 

@@ -7,7 +7,7 @@ of another form is declined before anything of it is changed.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from flax import nnx
@@ -21,6 +21,7 @@ NATIVE: Final = {"Q4_0": (Source.Q4_0, Format.Q4), "Q4_1": (Source.Q4_1, Format.
 """GGUF codings that are computed with as they are."""
 
 
+@runtime_checkable
 class Stored(Protocol):
     """Weights of an unfilled model by its parameters."""
 
@@ -76,14 +77,14 @@ class Packer:
             check_form(block)
         work = _Work(self._library, stored, quantization)
         blocks = [work.block(block) for block in model.blocks]
-        head = Head(self._library, work.matrix(model.embed if model.head is None else model.head))
+        head = Head(self._library, work.matrix(model.embed if model.head is None else model.head, is_head=True))
         if quantization == "q4" and not work.forms[Format.Q4]:
             raise NotImplementedError("the checkpoint has no 4-bit blocks (Q4_0 or Q4_1); rounding other weights to 4 bits loses the model")
         for i, block in enumerate(blocks):
             model.blocks[i] = block
         model.head = nnx.data(head)
         forms = ", ".join(f"{count} {form.name.lower()}" for form, count in sorted(work.forms.items()))
-        return Packed(forms, work.num_bytes, any(work.forms[form] for form in (Format.Q8, Format.Q4)))
+        return Packed(forms, work.num_bytes, any(work.forms[form] for form in (Format.Q8, Format.Q8F, Format.Q4)))
 
 
 def check_form(block: Any) -> None:
@@ -145,9 +146,11 @@ class _Work:
             return None
         return self._stored.values(norm.scale).astype(np.float32) + np.float32(getattr(norm, "offset", 0.0))
 
-    def matrix(self, linear: Any, order: np.ndarray | None = None) -> Matrix:
-        """A projection, or a token table, packed."""
+    def matrix(self, linear: Any, order: np.ndarray | None = None, *, is_head: bool = False) -> Matrix:
+        """A projection, or a token table, packed. A head's activations stay floats: rounded, they cost as much accuracy as all of a layer's."""
         raw, form = self._choose(linear.weight)
+        if is_head and form is Format.Q8:
+            form = Format.Q8F
         bias = getattr(linear, "bias", None)
         values = None if bias is None else self._stored.values(bias).astype(np.float32)
         made = Matrix(self._library, raw, form, order=order, bias=values)

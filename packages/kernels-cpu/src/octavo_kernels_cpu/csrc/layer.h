@@ -138,6 +138,7 @@ void with_format(Format format, Fn&& f) {
     case Format::BF16: return f(std::integral_constant<Format, Format::BF16>());
     case Format::Q8: return f(std::integral_constant<Format, Format::Q8>());
     case Format::Q4: return f(std::integral_constant<Format, Format::Q4>());
+    case Format::Q8F: return f(std::integral_constant<Format, Format::Q8F>());
   }
 }
 

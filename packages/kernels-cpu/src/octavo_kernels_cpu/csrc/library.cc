@@ -40,8 +40,8 @@ ffi::Error refused(const char* what) { return ffi::Error::InvalidArgument(std::s
 
 // Whether a packed matrix has the size that its shape asks for.
 bool is_whole(const Any& data, int64_t format, int outputs, int inputs) {
-  if (format < 0 || format > int64_t(Format::Q4) || outputs <= 0 || inputs <= 0) return false;
-  if (is_quantised(Format(format)) && inputs % GROUP) return false;
+  if (format < 0 || format > int64_t(Format::Q8F) || outputs <= 0 || inputs <= 0) return false;
+  if (is_grouped(Format(format)) && inputs % GROUP) return false;
   return size(data) == int64_t(num_panels(outputs) * panel_bytes(Format(format), inputs));
 }
 
@@ -200,9 +200,9 @@ OCTAVO_EXPORT int octavo_cpu_threads() { return octavo::pool().threads(); }
 // Bytes of a packed matrix, or −1 for a shape or pair of formats that cannot be packed.
 OCTAVO_EXPORT int64_t octavo_cpu_packed_bytes(int format, int source, int outputs, int inputs) {
   using namespace octavo;
-  if (format < 0 || format > 3 || source < 0 || source > 4 || outputs <= 0 || inputs <= 0) return -1;
+  if (format < 0 || format > 4 || source < 0 || source > 4 || outputs <= 0 || inputs <= 0) return -1;
   if (!can_pack(Source(source), Format(format))) return -1;
-  if ((is_quantised(Format(format)) || source >= 2) && inputs % GROUP) return -1;
+  if ((is_grouped(Format(format)) || source >= 2) && inputs % GROUP) return -1;
   return int64_t(num_panels(outputs) * panel_bytes(Format(format), inputs));
 }
 

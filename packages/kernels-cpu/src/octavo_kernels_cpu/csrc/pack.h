@@ -100,7 +100,8 @@ inline bool can_pack(Source source, Format format) {
   switch (format) {
     case Format::F32: return true;
     case Format::BF16: return true;
-    case Format::Q8: return true;
+    case Format::Q8:
+    case Format::Q8F: return true;
     case Format::Q4: return source == Source::Q4_0 || source == Source::Q4_1;
   }
   return false;
@@ -128,7 +129,7 @@ inline void pack_panel(Format format, Source source, const uint8_t* from, const 
       }
       continue;
     }
-    if (format == Format::Q8) {
+    if (format == Format::Q8 || format == Format::Q8F) {
       uint16_t* scales = (uint16_t*)(to + size_t(groups) * 512);
       if (source != Source::Q8_0) row_values(source, row, inputs, spare);
       for (int g = 0; g < groups; g++) {

@@ -138,7 +138,7 @@ __attribute__((noinline)) void panel_tile(const uint8_t* panel, const Rows& x, i
     q4_tile<R>(panel, x, row, x.groups, out);
   else if constexpr (FORMAT == Format::Q8)
     q8_tile<R>(panel, x, row, x.groups, out);
-  else
+  else if constexpr (FORMAT != Format::Q8F)
     float_tile<FORMAT, R, 1>(panel, 0, x, row, begin, end, out);
 }
 
@@ -180,13 +180,28 @@ OCTAVO_INLINE void widen(const uint8_t* panel, int begin, int end, float* out) {
     }
 }
 
+// Inputs [begin, end) of an int8 panel as a float32 one; both are multiples of a group.
+OCTAVO_INLINE void widen_int8(const uint8_t* panel, int inputs, int begin, int end, float* out) {
+  const uint16_t* scales = (const uint16_t*)(panel + size_t(inputs) * PANEL);
+  for (int g = begin / GROUP; g < end / GROUP; g++)
+    for (int v = 0; v < NV; v++) {
+      const F scale = load_f16(scales + g * PANEL + v * W);
+      for (int i = 0; i < 8; i++) {
+        if (v == 0) prefetch(panel + size_t(g) * 512 + i * 64 + AHEAD);
+        const I bytes = load_bits(panel + size_t(g) * 512 + i * 64 + v * W * 4);
+        float* to = out + size_t(g * GROUP + 4 * i - begin) * PANEL + v * W;
+        for (int j = 0; j < 4; j++) store(to + j * PANEL, mul(to_float(signed_byte(bytes, j)), scale));
+      }
+    }
+}
+
 // Panels [first, last) with rows [row, end), at most `ROW_BLOCK`: done(panel, row, rows, results[rows][16]), panels in order for each tile
 // of rows.
 template <Format FORMAT, class Done>
 OCTAVO_INLINE void panels_with_rows(const Weights& w, int first, int last, const Rows& x, int row, int end, Done&& done) {
-  alignas(64) float out[ROW_BLOCK * PANEL], wide[FORMAT == Format::BF16 ? INPUTS_AT_ONCE * PANEL : 1];
+  alignas(64) float out[ROW_BLOCK * PANEL], wide[INPUTS_AT_ONCE * PANEL];
   int panel = first;
-  if constexpr (!is_quantised(FORMAT))
+  if constexpr (FORMAT == Format::F32 || FORMAT == Format::BF16)
     if (end - row == 1)
       for (; panel + 2 <= last; panel += 2) {
         two_panels<FORMAT>(w, panel, x, row, out);
@@ -199,8 +214,9 @@ OCTAVO_INLINE void panels_with_rows(const Weights& w, int first, int last, const
       const int stop = std::min(k + step, w.inputs);
       row_tiles<FORMAT>(row, end, [&](int r, int rows) {
         float* part = out + (r - row) * PANEL;
-        if (FORMAT == Format::BF16 && end - row >= WIDEN_FROM) {
-          if (r == row) widen(w.panel(panel), k, stop, wide);
+        if (FORMAT == Format::Q8F || (FORMAT == Format::BF16 && end - row >= WIDEN_FROM)) {
+          if (r == row && FORMAT == Format::Q8F) widen_int8(w.panel(panel), w.inputs, k, stop, wide);
+          if (r == row && FORMAT == Format::BF16) widen(w.panel(panel), k, stop, wide);
           any_rows<Format::F32>(rows, (const uint8_t*)(wide - size_t(k) * PANEL), x, r, k, stop, part);
         } else {
           any_rows<FORMAT>(rows, w.panel(panel), x, r, k, stop, part);

@@ -58,6 +58,8 @@ OCTAVO_INLINE void store_bytes(int8_t* p, I a) {
   x = _mm256_shuffle_epi32(x, 0x08);
   _mm_storel_epi64((__m128i*)p, _mm256_castsi256_si128(x));
 }
+// Byte `at` of each lane, with its sign.
+OCTAVO_INLINE I signed_byte(I a, int at) { return {_mm256_srai_epi32(_mm256_slli_epi32(a.v, 24 - 8 * at), 24)}; }
 OCTAVO_INLINE I zero_bits() { return {_mm256_setzero_si256()}; }
 OCTAVO_INLINE I add_int(I a, I b) { return {_mm256_add_epi32(a.v, b.v)}; }
 OCTAVO_INLINE int sum_int(I a) {

@@ -45,6 +45,8 @@ OCTAVO_INLINE I low_nibbles(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi
 OCTAVO_INLINE I high_nibbles(I a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
 // Stores W integers of -128..127 as bytes.
 OCTAVO_INLINE void store_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }
+// Byte `at` of each lane, with its sign.
+OCTAVO_INLINE I signed_byte(I a, int at) { return {_mm512_srai_epi32(_mm512_slli_epi32(a.v, 24 - 8 * at), 24)}; }
 OCTAVO_INLINE I zero_bits() { return {_mm512_setzero_si512()}; }
 OCTAVO_INLINE I add_int(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 OCTAVO_INLINE int sum_int(I a) { return _mm512_reduce_add_epi32(a.v); }

@@ -84,6 +84,7 @@ OCTAVO_INLINE I high_nibbles(I a) { return each_int([&](int i) { return int32_t(
 OCTAVO_INLINE void store_bytes(int8_t* p, I a) {
   for (int i = 0; i < W; i++) p[i] = int8_t(a.v[i] < -128 ? -128 : a.v[i] > 127 ? 127 : a.v[i]);
 }
+OCTAVO_INLINE I signed_byte(I a, int at) { return each_int([&](int i) { return int32_t(int8_t(uint32_t(a.v[i]) >> 8 * at)); }); }
 OCTAVO_INLINE I zero_bits() { return each_int([](int) { return 0; }); }
 OCTAVO_INLINE I add_int(I a, I b) { return each_int([&](int i) { return a.v[i] + b.v[i]; }); }
 OCTAVO_INLINE int sum_int(I a) {

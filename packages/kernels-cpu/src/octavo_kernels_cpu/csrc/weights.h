@@ -14,11 +14,16 @@
 
 namespace octavo {
 
-enum class Format : int { F32 = 0, BF16 = 1, Q8 = 2, Q4 = 3 };
+// Q8F is Q8 for activations that stay floats: twice the work of int8 ones, none of their rounding.
+enum class Format : int { F32 = 0, BF16 = 1, Q8 = 2, Q4 = 3, Q8F = 4 };
 
 constexpr int GROUP = 32;  // inputs that share a scale
 
+// Activations enter as int8.
 constexpr bool is_quantised(Format format) { return format == Format::Q8 || format == Format::Q4; }
+
+// Inputs come in groups that share a scale.
+constexpr bool is_grouped(Format format) { return is_quantised(format) || format == Format::Q8F; }
 
 constexpr int padded_inputs(Format format, int inputs) {
   return format == Format::F32 ? inputs : format == Format::BF16 ? (inputs + 1) / 2 * 2 : (inputs + GROUP - 1) / GROUP * GROUP;
@@ -29,7 +34,8 @@ constexpr size_t panel_bytes(Format format, int inputs) {
   switch (format) {
     case Format::F32: return k * 64;
     case Format::BF16: return k * 32;
-    case Format::Q8: return k * 16 + k / GROUP * 32;
+    case Format::Q8:
+    case Format::Q8F: return k * 16 + k / GROUP * 32;
     case Format::Q4: return k * 8 + k / GROUP * 64;
   }
   return 0;
