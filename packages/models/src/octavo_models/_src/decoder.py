@@ -169,8 +169,8 @@ class Decoder(nnx.Module):
             residual = residual * jnp.asarray(self.config.embed_scale, self.dtype).astype(jnp.float32)
         return Stream(residual, cos, sin, local)
 
-    def layers(self) -> Sequence[Block]:
-        """The decoder layers."""
+    def layers(self) -> Sequence[Any]:
+        """The decoder layers: `Block`s, or what a packer has put in their place."""
         return list(self.blocks)
 
     def hidden(self, stream: Stream) -> Float[Array, "tokens hidden"]:
