@@ -88,7 +88,7 @@ class Report:
 
     Args:
         title: Of the table.
-        goals: Bound of a figure's value by name; a note says on which side it lies. Units `us` and `B` want less, others more.
+        goals: Bound of a figure's value by name; a note says on which side it lies. Units `us`, `B` and `ratio` want less, others more.
     """
 
     def __init__(self, title: str, goals: Mapping[str, int | float] | None = None) -> None:
@@ -101,7 +101,7 @@ class Report:
         """Take in and print a figure."""
         self.figures.append(Figure(name, float(value), unit, n, note))
         goal = self._goals.get(name)
-        met = "" if goal is None else _goal(value, goal, wants_less=unit in ("us", "B"))
+        met = "" if goal is None else _goal(value, goal, wants_less=unit in ("us", "B", "ratio"))
         print(f"{name:<34}{value:>12.1f} {unit:<6}{n:>7}  {met:<10} {note}", flush=True)
 
     def time(self, name: str, call: Callable[[], object], *, budget_s: float, note: str = "") -> Timing:
