@@ -26,12 +26,19 @@ from octavo_server._src.tls import tls_context
 _KEEP_ALIVE_S: Final = 75
 _LAST_WORDS_S: Final = 2.0
 _TICK_S: Final = 0.02
+_ACCEPTED_AT_ONCE: Final = 32
 
 
 class _Uvicorn(uvicorn.Server):
     """uvicorn, which asks somebody else what a signal means."""
 
     on_signal: Callable[[], object] = staticmethod(lambda: None)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. asyncio accepts as many connections at a go as it listens for: few, so that frontends share a crowd; many may queue."""
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Note the signal."""
@@ -116,7 +123,7 @@ def _uvicorn_config(config: ServerConfig, state: ServerState) -> uvicorn.Config:
         access_log=not config.disable_uvicorn_access_log,
         server_header=False,
         root_path=config.root_path,
-        backlog=BACKLOG,
+        backlog=_ACCEPTED_AT_ONCE,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(config.shutdown_timeout + _LAST_WORDS_S),
     )
