@@ -16,14 +16,14 @@ TOLERANCE = 2e-4
 CLEAR_MARGIN = 1e-3
 
 
-@pytest.fixture(scope="module", params=["llama", "llama3-rope"])
-def name(request):
-    return request.param
+FAMILIES = ["deepseek-v3", "gemma3", "gpt-oss", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-moe"]
+CASES = [(name, chunk, block) for name in ("llama", "llama3-rope") for chunk in (16, 512) for block in (16, 32)]
+CASES += [pytest.param((name, 16, block), marks=pytest.mark.slow) for name in FAMILIES for block in (16, 32)]
 
 
-@pytest.fixture(scope="module", params=[(16, 16), (16, 32), (512, 16), (512, 32)], ids=lambda p: f"chunk{p[0]}-block{p[1]}")
-def served(name, request):
-    chunk, block = request.param
+@pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-chunk{p[1]}-block{p[2]}")
+def served(request):
+    name, chunk, block = request.param
     llm = LLM(
         str(FIXTURES / name),
         dtype="float32",
@@ -57,8 +57,23 @@ def test_greedy_tokens_equal_transformers_until_a_margin_is_too_small_to_tell(se
     llm, reference = served
     prompts = [ids[:n].tolist() for ids, n in zip(reference["input_ids"], reference["lengths"], strict=True)]
     greedy = SamplingParams(temperature=0.0, max_tokens=reference["greedy"].shape[1], ignore_eos=True)
+    told = 0
     for done, wanted, margin in zip(llm.generate(prompts, greedy), reference["greedy"], reference["greedy_margin"], strict=True):
         small = np.flatnonzero(margin < CLEAR_MARGIN)
         upto = int(small[0]) if small.size else len(wanted)
-        assert upto > 0
         assert done.token_ids[:upto] == wanted[:upto].tolist()
+        told += upto
+    assert told > 24
+
+
+def test_a_prompt_that_was_served_is_found_again_whatever_the_layers_keep(served):
+    """Windows, latents and full attention: each group has what the rest of the prompt looks back to."""
+    llm, reference = served
+    ids, wanted, margin = (reference[key][0] for key in ("input_ids", "greedy", "greedy_margin"))
+    prompt = ids[: reference["lengths"][0]].tolist()
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    llm.generate([prompt], greedy)
+    done = llm.generate([prompt], greedy)[0]
+    upto = int(np.argmax(np.append(margin, 0) < CLEAR_MARGIN))
+    assert done.num_cached_tokens >= len(prompt) - 1 - 16
+    assert done.token_ids[:upto] == wanted[: min(upto, 8)].tolist()

@@ -103,10 +103,10 @@ class DividedAttention:
         sinks: Float32[Array, " q_heads"] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         """Each device attends with its own heads."""
-        rules = {name: x for name, x in (("window", window), ("softcap", softcap)) if x is not None}
+        rules: dict[str, Any] = {name: x for name, x in (("window", window), ("softcap", softcap)) if x is not None}
 
         def local(kv: Any, q: Array, batch: AttentionBatch, *sinks: Array) -> Array:
-            own = {"sinks": sinks[0]} if sinks else {}
+            own: dict[str, Any] = {"sinks": sinks[0]} if sinks else {}
             return self._inner.attend(_own(kv), layer, q, batch, scale=scale, **rules, **own)
 
         extra = () if sinks is None else (sinks,)
