@@ -26,7 +26,7 @@ from octavo_server._src.config import ServerConfig
 from octavo_server._src.sockets import bind, raise_file_limit, url_of
 
 LOG = logging.getLogger("octavo.server")
-_TICK_S: Final = 0.05
+_TICK_S: Final = 0.1
 _GRACE_S: Final = 6.0
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 15.0

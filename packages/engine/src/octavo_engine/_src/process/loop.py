@@ -17,7 +17,7 @@ from octavo_engine._src.process.hub import Hub, StepCore
 IDLE_S: Final = 0.25
 TELL_S: Final = 0.05
 """Readings go out at most this often while steps run; whenever a sequence ends in any case."""
-REPORT_S: Final = 0.2
+REPORT_S: Final = 0.25
 
 
 @runtime_checkable

@@ -30,7 +30,7 @@ from octavo_engine._src.process.transport import Transport, open_transport
 
 logger = logging.getLogger(__name__)
 
-FOLLOW_S: Final = 0.05
+FOLLOW_S: Final = 0.1
 ATTACH_S: Final = 2.0
 """A core that does not answer for so long is asked again."""
 SILENT_S: Final = 5.0
