@@ -31,16 +31,16 @@ def every_expert(module, x):
     wide, out = np.asarray(x, np.float64), np.zeros(x.shape)
     for e in range(moe.num_experts):
         weight = np.where(np.asarray(choice.experts) == e, choice.weights, 0).sum(-1)
-        y = wide @ np.asarray(module.gate_up[...][e], np.float64).T
-        y = y if module.gate_up_bias is None else y + np.asarray(module.gate_up_bias[...][e])
+        y = wide @ np.asarray(module.expert_gate_up[...][e], np.float64).T
+        y = y if module.expert_gate_up_bias is None else y + np.asarray(module.expert_gate_up_bias[...][e])
         gate, up = np.split(y, 2, axis=-1)
         if moe.swiglu_alpha is None:
             y = gate / (1 + np.exp(-gate)) * up
         else:
             gate, up = np.minimum(gate, moe.swiglu_limit), np.clip(up, -moe.swiglu_limit, moe.swiglu_limit)
             y = (up + 1) * gate / (1 + np.exp(-moe.swiglu_alpha * gate))
-        y = y @ np.asarray(module.down[...][e], np.float64).T
-        out += weight[:, None] * (y if module.down_bias is None else y + np.asarray(module.down_bias[...][e]))
+        y = y @ np.asarray(module.expert_down[...][e], np.float64).T
+        out += weight[:, None] * (y if module.expert_down_bias is None else y + np.asarray(module.expert_down_bias[...][e]))
     return out if module.shared is None else out + np.asarray(module.shared(x))
 
 
@@ -90,13 +90,13 @@ def test_experts_come_from_the_groups_whose_two_best_add_up_to_most():
 def test_experts_elsewhere_count_nothing():
     module, x = filled(SOFTMAX), jax.random.normal(jax.random.key(3), (9, 32))
     choice = choose(module.router(x), None, SOFTMAX)
-    whole = module._compute(x, choice, module.gate_up[...], module.down[...])
+    whole = module._compute(x, choice, module.expert_gate_up[...], module.expert_down[...])
     shares = [
         module._compute(
             x,
             Choice(choice.experts - first, choice.weights),
-            module.gate_up[...][first : first + 2],
-            module.down[...][first : first + 2],
+            module.expert_gate_up[...][first : first + 2],
+            module.expert_down[...][first : first + 2],
         )
         for first in (0, 2, 4)
     ]

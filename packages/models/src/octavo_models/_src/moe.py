@@ -66,8 +66,8 @@ class MoE(nnx.Module):
     Attributes:
         router: `[experts, hidden]`.
         correction: `[experts]` float32, added to sigmoid scores for choosing; None for softmax.
-        gate_up, gate_up_bias: `[experts, 2 ffn, hidden]` and `[experts, 2 ffn]`, arranged as in `GatedMLP`.
-        down, down_bias: `[experts, hidden, ffn]` and `[experts, hidden]`.
+        expert_gate_up, expert_gate_up_bias: `[experts, 2 ffn, hidden]` and `[experts, 2 ffn]`, arranged as in `GatedMLP`.
+        expert_down, expert_down_bias: `[experts, hidden, ffn]` and `[experts, hidden]`.
         shared: What every token gets.
         mesh: Devices among which whole experts are divided along its only axis; None: they are not.
     """
@@ -78,17 +78,21 @@ class MoE(nnx.Module):
         experts, hidden, width = moe.num_experts, config.hidden_size, moe.intermediate_size
         self.router = Linear(hidden, experts, bias=moe.bias, dtype=dtype, split=True)
         self.correction = nnx.Param(jnp.zeros((experts,), jnp.float32)) if moe.scoring == "sigmoid" else None
-        self.gate_up = nnx.Param(jnp.zeros((experts, 2 * width, hidden), dtype))
-        self.down = nnx.Param(jnp.zeros((experts, hidden, width), dtype))
-        self.gate_up_bias = nnx.Param(jnp.zeros((experts, 2 * width), dtype)) if moe.bias else None
-        self.down_bias = nnx.Param(jnp.zeros((experts, hidden), dtype)) if moe.bias else None
+        self.expert_gate_up = nnx.Param(jnp.zeros((experts, 2 * width, hidden), dtype))
+        self.expert_down = nnx.Param(jnp.zeros((experts, hidden, width), dtype))
+        self.expert_gate_up_bias = nnx.Param(jnp.zeros((experts, 2 * width), dtype)) if moe.bias else None
+        self.expert_down_bias = nnx.Param(jnp.zeros((experts, hidden), dtype)) if moe.bias else None
         shared = moe.shared_size
         self.shared = GatedMLP(hidden, shared, act=config.hidden_act, bias=False, dtype=dtype) if shared else None
 
     def __call__(self, x: Float32[Array, "tokens hidden"]) -> Float32[Array, "tokens hidden"]:
         """`x` is normalised."""
         choice = choose(self.router(x), None if self.correction is None else self.correction[...], self.moe)
-        weights = [p[...] for p in (self.gate_up, self.down, self.gate_up_bias, self.down_bias) if p is not None]
+        weights = [
+            p[...]
+            for p in (self.expert_gate_up, self.expert_down, self.expert_gate_up_bias, self.expert_down_bias)
+            if p is not None
+        ]
         routed = self._compute(x, choice, *weights) if self.mesh is None else self._divided(self.mesh, x, choice, weights)
         return routed if self.shared is None else routed + self.shared(x)
 
@@ -151,12 +155,15 @@ class MoE(nnx.Module):
 
     def weight_parts(self, prefix: str) -> Iterator[tuple[nnx.Param, Parts]]:
         """Parameters and the tensors they are made of, see `Decoder.weight_parts`."""
-        width, hidden = self.moe.intermediate_size, self.down.shape[1]
+        width, hidden = self.moe.intermediate_size, self.expert_down.shape[1]
         yield from self.router.weight_parts(prefix, (("gate", self.moe.num_experts),))
         if self.correction is not None:
             yield self.correction, ((prefix + "gate.e_score_correction_bias", self.moe.num_experts),)
         each = [f"{prefix}experts.{e}." for e in range(self.moe.num_experts)]
-        for kind, gate_up, down in (("weight", self.gate_up, self.down), ("bias", self.gate_up_bias, self.down_bias)):
+        for kind, gate_up, down in (
+            ("weight", self.expert_gate_up, self.expert_down),
+            ("bias", self.expert_gate_up_bias, self.expert_down_bias),
+        ):
             if gate_up is not None and down is not None:
                 yield gate_up, tuple((f"{e}{name}.{kind}", width) for e in each for name in ("gate_proj", "up_proj"))
                 yield down, tuple((f"{e}down_proj.{kind}", hidden) for e in each)

@@ -73,8 +73,14 @@ class Placement:
         if uneven:
             raise ConfigError(f"--tensor-parallel-size {size} does not divide {' nor '.join(uneven)} of this model")
 
-    def of(self, model: Decoder) -> Callable[[nnx.Param[Any], np.ndarray], jax.Array]:
-        """Tell a model's parts how they are divided; answers what puts a parameter's values where they belong."""
+    def of(self, model: Any) -> Callable[[nnx.Param[Any], np.ndarray], jax.Array]:
+        """Tell a model's parts how they are divided; answers what puts a parameter's values where they belong.
+
+        Raises:
+            ConfigError: It is no `Decoder`, or does not divide.
+        """
+        if not isinstance(model, Decoder):
+            raise ConfigError(f"--tensor-parallel-size divides a {Decoder.__name__}, this model is a {type(model).__name__}")
         self.check(model.config)
         places = dict(self._places(model))
 
@@ -123,12 +129,12 @@ class Placement:
         shared = [] if part.shared is None else self._mlp(part.shared)
         if self._divide_experts:
             part.mesh = self.mesh
-            params = (part.gate_up, part.down, part.gate_up_bias, part.down_bias)
+            params = (part.expert_gate_up, part.expert_down, part.expert_gate_up_bias, part.expert_down_bias)
             return [(id(p), _Place(0)) for p in params if p is not None] + shared
         rows = self._gate_up_rows(part.moe.intermediate_size)
         part.shards = self.mesh.size
-        biases = [] if part.gate_up_bias is None else [(id(part.gate_up_bias), _Place(1, rows))]
-        return [(id(part.gate_up), _Place(1, rows)), (id(part.down), _Place(2)), *biases, *shared]
+        biases = [] if part.expert_gate_up_bias is None else [(id(part.expert_gate_up_bias), _Place(1, rows))]
+        return [(id(part.expert_gate_up), _Place(1, rows)), (id(part.expert_down), _Place(2)), *biases, *shared]
 
     def _gate_up_rows(self, width: int) -> np.ndarray:
         """Of each device in turn: its share of the gate, its share of up."""
