@@ -17,7 +17,6 @@ import h2.connection
 import h2.events
 import httpx
 import pytest
-import trustme
 
 from octavo_core.errors import ConfigError
 from octavo_server import ServerConfig
@@ -93,6 +92,7 @@ def run(make_api):
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
+    trustme = pytest.importorskip("trustme")
     folder = tmp_path_factory.mktemp("tls")
     authority = trustme.CA()
     own, client = authority.issue_cert("127.0.0.1", "localhost"), authority.issue_cert("client")
