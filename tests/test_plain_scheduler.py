@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo_core.testing.device import Stream
 from octavo_core.specs import CacheSpec
+from octavo_core.testing.device import Stream
 from octavo_core.testing.scheduler import HostLoop, JittedPlanner, check_served
 from octavo_core.testing.small_cache import SmallCache
 from octavo_scheduler import ChunkedScheduler, SchedulerConfig

@@ -6,6 +6,8 @@ order, each rule where it applies. Not here: `lpm`, which wants prefixes, and `s
 
 from __future__ import annotations
 
+# A plan is written in NumPy arrays where annotations say jax's.
+# mypy: disable-error-code="arg-type"
 import dataclasses
 
 import numpy as np

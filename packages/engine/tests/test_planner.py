@@ -123,7 +123,8 @@ def test_what_is_packed_comes_back_as_it_was():
     }
     packing = Packing(tree)
     words, large = jax.tree.map(np.asarray, jax.jit(packing.pack)(tree))
-    assert words.shape == (7,) and len(large) == 2
+    assert words.shape == (7,)
+    assert len(large) == 2
     for again in (jax.jit(packing.unpack)(words, large), packing.unpack_host(words, large)):
         same = jax.tree.map(lambda a, b: np.array_equal(a, b) and np.asarray(a).dtype == np.asarray(b).dtype, tree, again)
         assert all(jax.tree.leaves(same)), same

@@ -9,7 +9,7 @@ import pytest
 
 from octavo_core.errors import ConfigError
 from octavo_core.records import RequestRecord
-from octavo_scheduler._src.sim_loop import prompt_tokens
+from octavo_scheduler._src.sim_turn import prompt_tokens
 from octavo_scheduler.simulate import make_trace, read_trace
 
 MOONCAKE = [

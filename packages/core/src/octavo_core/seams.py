@@ -17,6 +17,7 @@ from octavo_core.specs import CacheSpec, KVGroupSpec
 from octavo_core.wire import EngineOutput, EngineRequest, EngineStats
 
 C = TypeVar("C")
+C_in = TypeVar("C_in", contravariant=True)
 S = TypeVar("S")
 KV = TypeVar("KV")
 
@@ -79,12 +80,12 @@ class PrefixCache(Protocol[C]):
 
 
 @runtime_checkable
-class MatchingCache(Protocol[C]):
+class MatchingCache(Protocol[C_in]):
     """What the scheduling policy `lpm` wants of a `PrefixCache` besides: how long a cached prefix is, without leasing it."""
 
     def match(
         self,
-        cache: C,
+        cache: C_in,
         tokens: Int32[Array, "arrivals max_len"],
         lengths: Int32[Array, " arrivals"],
         namespace: UInt32[Array, "arrivals 2"],

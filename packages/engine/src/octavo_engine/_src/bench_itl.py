@@ -7,6 +7,7 @@ take all of it at once, and the median gap beside that of a run without the prom
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import time
 from typing import Any, Final
@@ -67,8 +68,8 @@ def run(report: Report, *, quick: bool) -> None:
         _, whole_s = asyncio.run(_scenario(engine, tokens, prompt=prompt))
     finally:
         engine.close()
-    gaps, before = _gaps(mixed), statistics.median(sum(_gaps(alone), []))
-    median = statistics.median(sum(gaps, []))
+    gaps, before = _gaps(mixed), statistics.median(itertools.chain(*_gaps(alone)))
+    median = statistics.median(itertools.chain(*gaps))
     worst = max(max(g) / statistics.median(g) for g in gaps)
     report.add("itl_median", median * 1e6, "us", sum(map(len, gaps)), f"alone {before * 1e6:.0f}")
     report.add("itl_max", max(map(max, gaps)) * 1e6, "us", sum(map(len, gaps)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, Final
+from typing import Final
 
 import jax
 import numpy as np
@@ -29,7 +29,9 @@ def planner_of(
     """A compiled planner with default policies."""
     spec = CacheSpec((blocks + 1,), BLOCK_SIZE, rows + spare, MAX_LEN // BLOCK_SIZE)
     cache = RadixCache(spec)
-    config = SchedulerConfig(max_num_seqs=rows + spare, token_budget=max(budget, rows + spare), max_arrivals=max_arrivals, reservation=reservation)
+    config = SchedulerConfig(
+        max_num_seqs=rows + spare, token_budget=max(budget, rows + spare), max_arrivals=max_arrivals, reservation=reservation
+    )
     planner = Planner(ChunkedScheduler(config, cache), cache, max_arrivals=max_arrivals, max_rows=config.max_num_seqs)
     planner.compile()
     return planner

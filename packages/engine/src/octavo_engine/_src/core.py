@@ -8,12 +8,10 @@ planned before step k's tokens are read, so what the host learns reaches the sch
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -30,6 +28,7 @@ from octavo_engine._src.occupancy import Occupancy
 from octavo_engine._src.planner import Planner
 from octavo_engine._src.runner import Dispatched, ModelRunner
 from octavo_engine._src.sequence import NO_DEADLINE, Sequence
+from octavo_engine._src.turns import Ahead, InFlight, Inline
 from octavo_engine._src.validate import check_request
 from octavo_engine.config import EngineConfig
 
@@ -39,37 +38,6 @@ Overlap = Literal["off", "beside", "in flight"]
 """`beside`: where a dispatch returns when the step is done (a CPU), the next plan is made in a second thread meanwhile. `in flight`:
 where it returns at once (an accelerator), the next step is planned and dispatched before this one is read. Either way a plan
 knows the results up to the step before the last."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _InFlight:
-    """A dispatched step and whose rows are in it; rows of sequences that end meanwhile are dropped."""
-
-    step: int
-    dispatched: Dispatched
-    rows: list[Sequence | None]
-    scores: list[PromptScores]
-    plan_s: float
-    host_s: float
-    preempted: str | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ahead:
-    """A plan being made, and the slots that are free once it is."""
-
-    plan: concurrent.futures.Future[tuple[StepPlan, float]]
-    leaving: list[int]
-
-
-class _Inline:
-    """An executor without threads."""
-
-    def submit(self, job: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:
-        """Run the job now."""
-        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        done.set_result(job(*arguments))
-        return done
 
 
 class EngineCore:
@@ -100,8 +68,8 @@ class EngineCore:
         overlap: Overlap,
     ) -> None:
         self._overlap = overlap
-        self._planning = concurrent.futures.ThreadPoolExecutor(1, "octavo-planner") if overlap == "beside" else _Inline()
-        self._ahead: _Ahead | None = None
+        self._planning = concurrent.futures.ThreadPoolExecutor(1, "octavo-planner") if overlap == "beside" else Inline()
+        self._ahead: Ahead | None = None
         self._ready_s = 0.0
         self.config, self.card = config, card
         self.planner, self._runner, self._logs, self._kv_events = planner, runner, logs, kv_events
@@ -117,7 +85,7 @@ class EngineCore:
         self._free_slots = deque(range(planner.spec.max_sequences))
         self._leaving: list[int] = []
         self._result = planner.empty_result()
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._waiting_in_plan = 0
         self._order = 0
         self._queue_checked_s = 0.0
@@ -129,6 +97,11 @@ class EngineCore:
         self._gauges = {"running": 0, "free": planner.spec.num_blocks[0] - 1, "evictable": 0}
 
     # Requests ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def runner(self) -> ModelRunner:
+        """What runs the steps, for those who measure it."""
+        return self._runner
 
     def check(self, requests: list[EngineRequest], *, also_waiting: list[EngineRequest] | None = None) -> None:
         """Refuse requests that cannot be served, together: either all could be added or none. May be called from any thread.
@@ -194,7 +167,7 @@ class EngineCore:
             self._collect()
         return self._drain()
 
-    def _start_plan(self) -> _Ahead:
+    def _start_plan(self) -> Ahead:
         """Give free slots to queued sequences and begin the next plan: beside the running step, or here and now."""
         self._end_those_that_waited_too_long()
         newcomers: list[Sequence] = []
@@ -215,7 +188,7 @@ class EngineCore:
             arrivals = fill_arrivals(self.planner.empty_arrivals(), newcomers, use_prefix=self.config.enable_prefix_caching)
         result, self._result = self._result, self.planner.empty_result()
         leaving, self._leaving = self._leaving, []
-        return _Ahead(self._planning.submit(self._run_planner, arrivals, result), leaving)
+        return Ahead(self._planning.submit(self._run_planner, arrivals, result), leaving)
 
     def _end_those_that_waited_too_long(self) -> None:
         """Sequences that waited `max_queue_s` for their first step end with an error; looked for ten times in that time."""
@@ -235,7 +208,7 @@ class EngineCore:
         plan = self.planner.step(result)
         return plan, time.monotonic() - start_s
 
-    def _finish_plan(self, ahead: _Ahead) -> tuple[StepPlan, float]:
+    def _finish_plan(self, ahead: Ahead) -> tuple[StepPlan, float]:
         plan, plan_s = ahead.plan.result()
         self._occupancy.follow(plan, ahead.leaving)
         if self._kv_events is not None:  # while the slots of those who leave still name them
@@ -260,7 +233,7 @@ class EngineCore:
         idle_s = max(0.0, time.monotonic() - self._ready_s) if self._ready_s else plan_s
         dispatched = self._runner.dispatch(plan)
         scores = self._score_prompts(dispatched, rows) if any(s is not None and s.wants_prompt_scores for s in rows) else []
-        self._in_flight.append(_InFlight(self._count["steps"], dispatched, rows, scores, plan_s, idle_s, preempted))
+        self._in_flight.append(InFlight(self._count["steps"], dispatched, rows, scores, plan_s, idle_s, preempted))
         self._count["steps"] += 1
 
     def _note_first_step(self, sequence: Sequence, cached_len: int) -> None:
@@ -319,7 +292,7 @@ class EngineCore:
                 self._accept(sequence, ids[i], scored.get(i), now_s)
         self._log_step(flight, now_s)
 
-    def _note_cost(self, flight: _InFlight, now_s: float) -> None:
+    def _note_cost(self, flight: InFlight, now_s: float) -> None:
         """Tell the scheduler how long the step took, from when the device was free for it."""
         plan = flight.dispatched.plan
         num_single = int(plan.num_single)
@@ -355,7 +328,7 @@ class EngineCore:
 
     # Looking in -------------------------------------------------------------------------------------------------------
 
-    def _log_step(self, flight: _InFlight, ready_s: float) -> None:
+    def _log_step(self, flight: InFlight, ready_s: float) -> None:
         if not self._logs.wants_steps:
             return
         plan, dispatched = flight.dispatched.plan, flight.dispatched

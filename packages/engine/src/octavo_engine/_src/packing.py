@@ -6,7 +6,7 @@ Knows dtypes and shapes; knows nothing of what they mean.
 from __future__ import annotations
 
 import math
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ class Packing(Generic[T]):
         for span, shape, dtype, packed in zip(self._spans, self._shapes, self._dtypes, self._packed, strict=True):
             if not packed:
                 leaves.append(next(rest))
-            elif dtype == bool:
+            elif dtype.kind == "b":
                 leaves.append(words[span].reshape(shape) != 0)
             else:
                 leaves.append(words[span].view(dtype).reshape(shape))
@@ -74,4 +74,4 @@ def _to_words(leaf: jax.Array) -> jax.Array:
 
 
 def _from_words(words: jax.Array, dtype: np.dtype) -> jax.Array:
-    return words != 0 if dtype == bool else jax.lax.bitcast_convert_type(words, dtype)
+    return words != 0 if dtype.kind == "b" else jax.lax.bitcast_convert_type(words, dtype)

@@ -35,7 +35,9 @@ class Planner:
         self.max_rows = max_rows
         self.max_arrivals = max_arrivals
         self._cpu = jax.devices("cpu")[0]
-        self._scheduler, self._cache = scheduler, cache
+        self._scheduler: Any = scheduler
+        self._cache = cache
+        self._state: Any = None
         with jax.default_device(self._cpu):
             state = jax.device_put((scheduler.init(), cache.init()), self._cpu)
             plan = jax.eval_shape(scheduler.step, *state, self.empty_result())[2]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Final
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
@@ -9,6 +12,9 @@ from jaxtyping import Array, Int32
 from octavo_kvcache._src.insert import Verdict, Work, adopt, file, judge, run_keys
 from octavo_kvcache._src.scan import prefix_sum, rank_in
 from octavo_kvcache._src.state import CacheState, Layout, Sequences
+
+NARROW: Final = 16
+"""Blocks committed at a small part of the price of many."""
 
 
 def commit(
@@ -23,8 +29,8 @@ def commit(
     full = jnp.minimum(upto // cache.radix.tokens.shape[1], sequences.held)
     pending = jnp.where(sequences.sealed, 0, jnp.maximum(full - sequences.committed, 0))
 
-    def some(cache: CacheState) -> CacheState:
-        work, row = _gather(layout, cache, tokens, pending, max_commits)
+    def some(cache: CacheState, width: int) -> CacheState:
+        work, row = _gather(layout, cache, tokens, pending, width)
         verdict = judge(cache.radix, work)
         cache = CacheState(file(cache.radix, work, verdict), _point(layout, cache.sequences, work, verdict, row))
         for number, table in enumerate(layout.side):
@@ -35,7 +41,11 @@ def commit(
             cache = CacheState(radix, cache.sequences._replace(block_table=block_table))
         return cache
 
-    return lax.cond(jnp.any(pending > 0), some, lambda c: c, cache)
+    # Work is as wide as the most there may be, and a step that only decodes ends few blocks.
+    widths = [width for width in (NARROW, max_commits) if width <= max_commits]
+    count = jnp.sum(pending)
+    kind = jnp.where(count > 0, jnp.where(count <= widths[0], 1, len(widths)), 0)
+    return lax.switch(kind, [lambda c: c, *(functools.partial(some, width=width) for width in widths)], cache)
 
 
 def _gather(

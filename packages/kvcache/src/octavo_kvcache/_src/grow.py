@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from octavo_core.plan import OK, OUT_OF_BLOCKS
@@ -35,7 +36,7 @@ def grow(
     demand = jnp.max(need, axis=1)
     lack = jnp.clip(demand - sequences.held, 0, refused)
     lack = jnp.where(demand > spec.max_blocks, refused, lack)
-    order = jnp.argsort(rank, stable=True)
+    order = _in_order(rank)
     given = serve_in_order(radix, lack[order], sequences.tenant[order], quotas)
     for side in radix.sides:
         given = jnp.where(prefix_sum(given) <= jnp.sum(side.counts), given, 0)
@@ -47,6 +48,18 @@ def grow(
     cache = unlease_tail(cache, give > 0)
     cache = CacheState(cache.radix, cache.sequences._replace(held=sequences.held + give))
     return cache, copies, jnp.where(give == lack, OK, OUT_OF_BLOCKS)
+
+
+def _in_order(rank: Int32[Array, " sequences"]) -> Int32[Array, " sequences"]:
+    """Sequences by rank, equal ones by index. Where ranks are places, all different and without gaps, nothing need be sorted."""
+    index = jnp.arange(rank.shape[0], dtype=jnp.int32)
+    taken = jnp.zeros_like(index).at[rank].add(1, mode="drop")
+    return lax.cond(
+        jnp.all(taken == 1) & jnp.all(rank >= 0),
+        lambda r: jnp.zeros_like(index).at[r].set(index, mode="drop"),
+        lambda r: jnp.argsort(r, stable=True).astype(jnp.int32),
+        rank,
+    )
 
 
 def _give_up(spec: CacheSpec, cache: CacheState) -> CacheState:

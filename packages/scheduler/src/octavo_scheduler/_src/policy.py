@@ -20,6 +20,8 @@ LONGEST_GUESS: Final = 4_096
 SURE_SHARE: Final = 4
 """One part in so many of a sequence's KV is kept for its growth whatever the estimate: cheap beside computing all of it again."""
 
+MOST: Final = 2**31 - 1
+
 GROWTH_LEAST: Final = 100
 GROWTH_MOST: Final = 1_000
 
@@ -72,7 +74,7 @@ def choose_victim(
     then the next is first. Were all protected, they are chosen from all the same. Sequences at their limit are about to end and are
     left alone, and so is the only open one: it waits for those.
     """
-    most = jnp.iinfo(jnp.int32).max
+    most = MOST
     candidates = state.is_open & (rank > jnp.min(jnp.where(state.is_open, rank, most)))
     candidates = _prefer(candidates, state.total_len > state.guard_len)
     if config.policy in ("priority", "fair"):
