@@ -106,6 +106,15 @@ class EngineConfig:
     layer_backend: str = option(
         "auto", "Layers in native code where they serve (cpu), or through XLA", group=BACKENDS, choices=("auto", "cpu", "xla")
     )
+    model_class: str | None = option(
+        None, "Another model for the checkpoint's configuration, by dotted name", group=BACKENDS, metavar="MODULE:NAME"
+    )
+    scheduler: str | None = option(
+        None, "Another scheduler, by dotted name; default: octavo_scheduler's", group=BACKENDS, metavar="MODULE:NAME"
+    )
+    sampler: str | None = option(
+        None, "Another sampler, by dotted name; default: octavo_kernels'", group=BACKENDS, metavar="MODULE:NAME"
+    )
     prefix_cache: str | None = option(
         None, "Another prefix cache, by dotted name; default: octavo_kvcache's", group=BACKENDS, metavar="MODULE:NAME"
     )

@@ -22,10 +22,11 @@ from jax.sharding import Mesh
 
 from octavo_core.config import from_mapping
 from octavo_core.errors import ConfigError
-from octavo_core.seams import AttentionBackend, Model, PrefixCache
+from octavo_core.plan import SamplingArrivals
+from octavo_core.seams import AttentionBackend, Model, PrefixCache, Sampler, Scheduler
 from octavo_core.specs import CacheSpec, KVGroupSpec
 from octavo_core.wire import ModelCard
-from octavo_engine._src import host, kv_events_config, sizing, weights
+from octavo_engine._src import host, kv_events_config, plug, sizing, weights
 from octavo_engine._src.compiles import CompileCounter
 from octavo_engine._src.core import EngineCore, Overlap
 from octavo_engine._src.device import DevicePrograms, DeviceState
@@ -65,8 +66,8 @@ class Built:
     table: Table
     logs: Logs
     kv_events: KVEvents | None
-
     has_own_cache: bool = True
+
     @property
     def recompiles(self) -> int:
         """Compilations since it became ready."""
@@ -76,7 +77,6 @@ class Built:
         """Hand the logs to the operating system."""
         self.logs.flush()
 
-    def close(self) -> None:
     def audit(self) -> list[str]:
         """What is wrong with the cache's books, where it is Octavo's own; call it when nothing runs."""
         while self.core.has_work:
@@ -84,6 +84,7 @@ class Built:
         cache = self.core.planner.state[1]
         return audit(cache, self.core.planner.spec) if self.has_own_cache else []
 
+    def close(self) -> None:
         """Stop listening for compilations, publish what is left, close the logs."""
         self.compiles.close()
         if self.kv_events is not None:
@@ -123,7 +124,7 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     keep_compiled_programs(config.compilation_cache_dir)
     run_cpu_programs_in_place()
     host.keep_freed_memory()
-    make_cache = _prefix_cache(config, table)
+    make_cache, make_scheduler = _prefix_cache(config, table), _scheduler(config, table)
     mesh = device_mesh(config.tensor_parallel_size)
     checkpoint = resolve(config.model, revision=config.revision, download_dir=config.download_dir, offline=config.offline)
     device = jax.devices()[0]
@@ -140,14 +141,17 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     cache = make_cache(spec)
     attention = _attention(config, groups, mesh, table)
     card = _card(config, checkpoint, spec)
-    sampler = RowSampler(max_logprobs=card.max_logprobs, max_bias=MAX_BIAS, max_stop=MAX_STOP + MAX_EOS, max_arrivals=MAX_ARRIVALS)
+    own_sampler = RowSampler(
+        max_logprobs=card.max_logprobs, max_bias=MAX_BIAS, max_stop=MAX_STOP + MAX_EOS, max_arrivals=MAX_ARRIVALS
+    )
+    sampler, nobody = _sampler(config, own_sampler, table), own_sampler.empty_arrivals(spec.max_len)
     programs = DevicePrograms.of(
         model,
         groups,
         attention,
         sampler,
         max_logprobs=card.max_logprobs,
-        layers_per_segment=1 if on_cpu and not loaded.is_packed else len(model.layers()),
+        layers_per_segment=1 if on_cpu and not (loaded.is_packed and loaded.is_native(attention)) else len(model.layers()),
     )
     _check_room(spec, memory.pool_bytes(groups, spec.num_blocks), card)
     state = DeviceState(
@@ -157,9 +161,9 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     )
     if mesh is not None:
         state = state._replace(**jax.device_put({"sampler": state.sampler, "last_token": state.last_token}, everywhere(mesh)))
-    runner, planner = _compile(config, programs, state, cache, sampler, seqs, on_cpu, table)
+    runner, planner = _compile(config, programs, state, cache, make_scheduler, nobody, seqs, on_cpu, table)
     compiles = CompileCounter()
-    template = jax.tree.map(np.array, sampler.empty_arrivals(spec.max_len))
+    template = jax.tree.map(np.array, nobody)
     overlap = _overlap(config, on_cpu, table)
     if kv_events is not None:
         kv_events.begin(groups, spec.block_size)
@@ -273,6 +277,28 @@ def _prefix_cache(config: EngineConfig, table: Table) -> Callable[[CacheSpec], P
     return lambda spec: build_prefix_cache(name, make, spec)
 
 
+def _scheduler(config: EngineConfig, table: Table) -> Callable[[SchedulerConfig, PrefixCache[Any]], Scheduler[Any, Any]]:
+    """Octavo's own, or the one that was asked for."""
+    name = config.scheduler
+    if name is None:
+        return ChunkedScheduler
+    make = plug.find("--scheduler", name, "a SchedulerConfig and a PrefixCache")
+    table.append(("scheduler", name, "--scheduler"))
+    return lambda chosen, cache: plug.build("--scheduler", name, Scheduler, lambda: make(chosen, cache), str(chosen))
+
+
+def _sampler(config: EngineConfig, own: RowSampler, table: Table) -> Sampler[Any]:
+    """Octavo's own, or the one that was asked for, made for the same sizes."""
+    name = config.sampler
+    if name is None:
+        return own
+    sizes = {size: getattr(own, size) for size in ("max_logprobs", "max_bias", "max_stop", "max_arrivals")}
+    make = plug.find("--sampler", name, "max_logprobs, max_bias, max_stop and max_arrivals")
+    table.append(("sampler", name, "--sampler"))
+    sampler: Sampler[Any] = plug.build("--sampler", name, Sampler, lambda: make(**sizes), str(sizes))
+    return sampler
+
+
 def _shares(text: str | None) -> tuple[float, ...]:
     """What `--prefix-cache-quotas` says.
 
@@ -340,7 +366,8 @@ def _compile(
     programs: DevicePrograms,
     state: DeviceState,
     cache: PrefixCache[Any],
-    sampler: RowSampler,
+    make_scheduler: Callable[[SchedulerConfig, PrefixCache[Any]], Scheduler[Any, Any]],
+    nobody: SamplingArrivals,
     seqs: int,
     on_cpu: bool,
     table: Table,
@@ -351,7 +378,7 @@ def _compile(
     budget, why = config.max_num_batched_tokens, "--max-num-batched-tokens"
     likely = sizing.buckets(budget or sizing.PROBE_TOKENS[1], seqs, alone=alone)
     with progress("compiling", len(likely) + len({b.rows for b in likely}), unit="programs") as advance:
-        runner.compile_begin(sampler.empty_arrivals(spec.max_len))
+        runner.compile_begin(nobody)
         if not budget and on_cpu:
             runner.compile(sizing.buckets(sizing.PROBE_TOKENS[1], seqs, alone=alone), advance)
             small_s, large_s = (runner.time_step(t) for t in sizing.PROBE_TOKENS)
@@ -360,8 +387,14 @@ def _compile(
             budget, why = 2048, "default of this device"
         runner.compile(sizing.buckets(budget, seqs, alone=alone), advance)
         prior_us = _step_cost(runner) if on_cpu else SchedulerConfig.slo_prior_us
-        planner = _planner(config, cache, seqs, budget, on_cpu, tuple(b.tokens for b in runner.shapes), prior_us)
-        table.append(("chunks", _chunk_policy(config, on_cpu), "--chunk-policy" if config.chunk_policy != "auto" else "default of this device"))
+        planner = _planner(config, cache, make_scheduler, seqs, budget, on_cpu, tuple(b.tokens for b in runner.shapes), prior_us)
+        table.append(
+            (
+                "chunks",
+                _chunk_policy(config, on_cpu),
+                "--chunk-policy" if config.chunk_policy != "auto" else "default of this device",
+            )
+        )
         planner.compile()
     table.append(("token budget", f"{budget} tokens", why))
     shapes = ", ".join(f"{b.tokens}x{b.rows}" for b in runner.shapes)
@@ -385,6 +418,7 @@ def _chunk_policy(config: EngineConfig, on_cpu: bool) -> str:
 def _planner(
     config: EngineConfig,
     cache: PrefixCache[Any],
+    make_scheduler: Callable[[SchedulerConfig, PrefixCache[Any]], Scheduler[Any, Any]],
     max_num_seqs: int,
     budget: int,
     on_cpu: bool,
@@ -408,4 +442,4 @@ def _planner(
         reservation=config.kv_reservation,
         watermark_blocks=max(1, cache.spec.num_blocks[0] // 100),
     )
-    return Planner(ChunkedScheduler(chosen, cache), cache, max_arrivals=MAX_ARRIVALS, max_rows=max_num_seqs)
+    return Planner(make_scheduler(chosen, cache), cache, max_arrivals=MAX_ARRIVALS, max_rows=max_num_seqs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +29,14 @@ from octavo_models._src.weights import WeightSource, fill, weight_dtype
 logger = logging.getLogger(__name__)
 
 
-def load_model(checkpoint: Checkpoint, *, dtype: str, progress: bool = True, placement: Placement | None = None) -> Decoder:
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str,
+    progress: bool = True,
+    placement: Placement | None = None,
+    make: Callable[..., Any] | None = None,
+) -> Any:
     """Build the model of a checkpoint and read its weights. The weights of a quantised GGUF file are bfloat16 values in every dtype.
 
     Args:
@@ -36,6 +44,7 @@ def load_model(checkpoint: Checkpoint, *, dtype: str, progress: bool = True, pla
         dtype: Of weights and dot operands: `float32` or `bfloat16`.
         progress: Show a bar on standard error.
         placement: Where the weights go; None: whole, on the default device.
+        make: Makes another model than a `Decoder` of the same arguments; its `weight_parts` says what it is filled with.
 
     Raises:
         CheckpointError: For a tensor that is missing or of the wrong shape, or a file that is truncated or corrupt.
@@ -44,7 +53,8 @@ def load_model(checkpoint: Checkpoint, *, dtype: str, progress: bool = True, pla
     """
     numpy_dtype = weight_dtype(dtype)
     source = open_weights(checkpoint)
-    model = nnx.eval_shape(lambda: Decoder(checkpoint.config, dtype=numpy_dtype, rope_divisors=source.rope_divisors))
+    build = Decoder if make is None else make
+    model = nnx.eval_shape(lambda: build(checkpoint.config, dtype=numpy_dtype, rope_divisors=source.rope_divisors))
     parts = list(model.weight_parts())
     place = _whole if placement is None else placement.of(model)
     total = sum(param.size * param.dtype.itemsize for param, _ in parts)
