@@ -43,3 +43,23 @@ def test_greedy_tokens_and_first_scores_agree(served):
         small = np.flatnonzero(margins < clear)
         upto = int(small[0]) if small.size else len(margins)
         assert done.token_ids[:upto] == prompt["greedy_ids"][:upto]
+
+
+def test_the_checkpoints_own_blocks_stay_within_what_quantised_activations_may_change():
+    """Its Q4_1 and Q8_0 weights as they are, activations in int8: what `--quantization auto` serves where kernels do."""
+    llm = LLM(kv_cache_memory_bytes=64 << 20, max_num_seqs=16)
+    table = {name: what for name, what, _ in llm._built.table}
+    if table["layers"] != "cpu":
+        llm.close()
+        pytest.skip("no native layers here")
+    assert table["quantization"] == "as stored"
+    prompts, errors = REFERENCE["prompts"], []
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+    for prompt, done in zip(prompts, llm.generate([p["prompt_ids"] for p in prompts], sampling), strict=True):
+        wanted = sorted(((t["logprob"], t["id"]) for t in prompt["first_top20"]), reverse=True)[:5]
+        got = dict(zip(done.logprobs[0].top_ids, done.logprobs[0].top_logprobs, strict=True))
+        errors.append(np.mean([abs(logprob - got[i]) for logprob, i in wanted]))
+        if prompt["greedy_margin"][0] > 0.1:
+            assert done.token_ids[0] == prompt["greedy_ids"][0]
+    llm.close()
+    assert np.mean(errors) <= 0.1

@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from octavo_tools import kernels_sanitized
 from octavo_tools.environments import SKIPPED
 from octavo_tools.soak import soak
 from octavo_tools.workspace import ROOT
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip-acceptance", action="store_true", help="property tests only")
     args = parser.parse_args(argv)
     verdicts = [long_tests(), search(args.minutes * 60)]
+    verdicts.append(kernels_sanitized.main(["--seed", time.strftime("%Y%m%d")]))
     if args.cases:
         verdicts.append(fuzz_api(args.cases))
     if args.soak_minutes:

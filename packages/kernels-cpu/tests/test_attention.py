@@ -14,14 +14,24 @@ from octavo_kernels_cpu import CpuAttention
 from octavo_kernels_cpu._src.library import Library
 
 
-@pytest.mark.parametrize("case", attention.CASES, ids=lambda case: case.name)
+FEW = [attention.CASES[i] for i in (0, 7, 8)]
+"""The others take longer: most of a case's time goes to compiling what surrounds it."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in FEW else pytest.mark.slow) for case in attention.CASES],
+    ids=lambda case: case.name,
+)
 def test_it_agrees_with_dense_attention(library: Library, case: attention.AttentionCase) -> None:
     attention.check_parity(CpuAttention(library), case)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_can_be_carried_elsewhere_as_bytes(library: Library, dtype: str) -> None:
-    attention.check_moved_blocks(CpuAttention(library), attention.AttentionCase("moved", attention.MIXED, dtype=dtype, q_dtype=dtype))
+    attention.check_moved_blocks(
+        CpuAttention(library), attention.AttentionCase("moved", attention.MIXED, dtype=dtype, q_dtype=dtype)
+    )
 
 
 def test_writes_outside_the_pool_store_nothing(library: Library) -> None:

@@ -14,7 +14,12 @@ from octavo_kernels_cpu._src.block import Block
 from octavo_kernels_cpu._src.library import Library
 from octavo_kernels_cpu._src.matrix import Format, Source
 
-FORMS = [(Source.F32, Format.F32, 2e-5), (Source.BF16, Format.BF16, 2e-5), (Source.Q8_0, Format.Q8, 5e-2), (Source.Q4_1, Format.Q4, 8e-2)]
+FORMS = [
+    (Source.F32, Format.F32, 2e-5),
+    (Source.BF16, Format.BF16, 2e-5),
+    (Source.Q8_0, Format.Q8, 5e-2),
+    (Source.Q4_1, Format.Q4, 8e-2),
+]
 LAYERS = {
     "plain": {},
     "everything": {"optional": True, "activation": "gelu_tanh"},
@@ -62,12 +67,17 @@ def test_a_layer_agrees_with_float64(library: Library, layer: str, source: Sourc
 
 
 @pytest.mark.parametrize(("source", "form", "tolerance"), FORMS, ids=lambda x: getattr(x, "name", None))
-def test_a_token_has_the_same_result_to_the_last_bit_in_any_step(library: Library, source: Source, form: Format, tolerance: float) -> None:
+def test_a_token_has_the_same_result_to_the_last_bit_in_any_step(
+    library: Library, source: Source, form: Format, tolerance: float
+) -> None:
     block = Layer(optional=True).make(library, source, form)
     _, together, _ = run(block, 50)
     for tokens, live in ((1, None), (2, None), (9, None), (60, 7), (60, 50)):
         given, _ = stream(50, block.out.outputs, block.head_dim)
-        parts = [jnp.pad(x[:tokens], ((0, max(0, tokens - 50)), *[(0, 0)] * (x.ndim - 1))) for x in (given.residual, given.cos, given.sin)]
+        parts = [
+            jnp.pad(x[:tokens], ((0, max(0, tokens - 50)), *[(0, 0)] * (x.ndim - 1)))
+            for x in (given.residual, given.cos, given.sin)
+        ]
         _, y = jax.jit(lambda *p: _call(block, *p))(*parts, None if live is None else jnp.int32(live))
         upto = min(tokens, live or tokens)
         assert np.array_equal(np.asarray(y)[:upto], together[:upto])

@@ -102,7 +102,9 @@ def test_a_packed_matrix_of_another_size_is_an_error_of_the_call(library: Librar
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "form"), PAIRS, ids=lambda x: x.name)
-def test_vector_units_and_plain_loops_agree_to_the_last_bit(library: Library, portable: Library, source: Source, form: Format) -> None:
+def test_vector_units_and_plain_loops_agree_to_the_last_bit(
+    library: Library, portable: Library, source: Source, form: Format
+) -> None:
     raw, _ = raw_of(numbers(70, 288, 0), source)
     x = numbers(15, 288, 1)
     vector, plain = (answer(one, Matrix(one, raw, form), x) for one in (library, portable))

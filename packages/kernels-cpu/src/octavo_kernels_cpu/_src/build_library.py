@@ -42,7 +42,12 @@ def file_name(isa: str) -> str:
 
 
 def build(
-    include: Path, isas: Sequence[str] = SHIPPED, *, folder: Path = LIBRARIES, extra: Sequence[str] = (), sources: Path = PACKAGE / "csrc"
+    include: Path,
+    isas: Sequence[str] = SHIPPED,
+    *,
+    folder: Path = LIBRARIES,
+    extra: Sequence[str] = (),
+    sources: Path = PACKAGE / "csrc",
 ) -> Path:
     """Compile libraries into a folder and note beside them what they need.
 
@@ -96,7 +101,9 @@ def _compiler() -> str:
 
 def _speaks_cpp20(path: str) -> bool:
     test = "#include <atomic>\nint main() { std::atomic<int> x{0}; x.notify_one(); }\n"
-    run = subprocess.run([path, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"], input=test, text=True, capture_output=True, check=False)
+    run = subprocess.run(
+        [path, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"], input=test, text=True, capture_output=True, check=False
+    )
     return run.returncode == 0
 
 

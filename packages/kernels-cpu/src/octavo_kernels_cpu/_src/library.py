@@ -110,7 +110,9 @@ def _check_api(folder: Path) -> None:
     try:
         built = json.loads((folder / "build.json").read_text())["ffi_api"]
     except (OSError, ValueError, KeyError):
-        raise NotImplementedError("its kernels are not built: install a wheel of octavo-kernels-cpu, or g++ 11 or newer and sync again") from None
+        raise NotImplementedError(
+            "its kernels are not built: install a wheel of octavo-kernels-cpu, or g++ 11 or newer and sync again"
+        ) from None
     try:
         here: Any = build_library.ffi_api(Path(jax.ffi.include_dir()))
     except build_library.CannotBuild as reason:

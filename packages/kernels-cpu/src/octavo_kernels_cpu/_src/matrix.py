@@ -66,7 +66,9 @@ class Matrix(nnx.Module):
         bias: `[outputs, to the next multiple of 16]`, or None.
     """
 
-    def __init__(self, library: Library, raw: Raw, form: Format, *, order: np.ndarray | None = None, bias: np.ndarray | None = None) -> None:
+    def __init__(
+        self, library: Library, raw: Raw, form: Format, *, order: np.ndarray | None = None, bias: np.ndarray | None = None
+    ) -> None:
         """Pack.
 
         Args:
@@ -83,7 +85,9 @@ class Matrix(nnx.Module):
         self.form, self.outputs, self.inputs = int(form), len(order), raw.inputs
         size = library.packed_bytes(form, raw.source, self.outputs, raw.inputs)
         if size < 0:
-            raise NotImplementedError(f"a weight of {self.outputs} × {raw.inputs} in {raw.source.name} cannot be packed as {form.name}")
+            raise NotImplementedError(
+                f"a weight of {self.outputs} × {raw.inputs} in {raw.source.name} cannot be packed as {form.name}"
+            )
         order = np.ascontiguousarray(np.pad(order, (0, -len(order) % PANEL), constant_values=-1))
         data = empty_aligned(size)
         library.pack(form, raw.source, raw.inputs, np.ascontiguousarray(raw.rows), order, data)
@@ -131,7 +135,7 @@ def scratch(num_bytes: int) -> jax.ShapeDtypeStruct:
 def call(library: Library, operation: str, results: Any, *args: Any, aliases: dict[int, int] | None = None, **numbers: Any) -> Any:
     """Call an operation; whole numbers become int64, others float32."""
     attributes = {k: np.float32(v) if isinstance(v, float) else np.int64(v) for k, v in numbers.items()}
-    function = jax.ffi.ffi_call(library.target(operation), results, input_output_aliases=aliases)
+    function: Any = jax.ffi.ffi_call(library.target(operation), results, input_output_aliases=aliases)
     return function(*args, **attributes)
 
 

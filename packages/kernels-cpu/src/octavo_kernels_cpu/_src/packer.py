@@ -79,7 +79,9 @@ class Packer:
         blocks = [work.block(block) for block in model.blocks]
         head = Head(self._library, work.matrix(model.embed if model.head is None else model.head, is_head=True))
         if quantization == "q4" and not work.forms[Format.Q4]:
-            raise NotImplementedError("the checkpoint has no 4-bit blocks (Q4_0 or Q4_1); rounding other weights to 4 bits loses the model")
+            raise NotImplementedError(
+                "the checkpoint has no 4-bit blocks (Q4_0 or Q4_1); rounding other weights to 4 bits loses the model"
+            )
         for i, block in enumerate(blocks):
             model.blocks[i] = block
         model.head = nnx.data(head)
@@ -133,18 +135,21 @@ class _Work:
         )
 
     def _norms(self, block: Any) -> Norms:
-        norms = (
-            block.attention_norm, block.mlp_norm, getattr(block, "attention_post_norm", None), getattr(block, "mlp_post_norm", None),
-            getattr(block.attention, "q_norm", None), getattr(block.attention, "k_norm", None),
-        )  # fmt: skip
-        if len({norm.eps for norm in norms if norm is not None}) != 1:
+        before, mlp, attention = block.attention_norm, block.mlp_norm, block.attention
+        optional = (
+            getattr(block, "attention_post_norm", None),
+            getattr(block, "mlp_post_norm", None),
+            getattr(attention, "q_norm", None),
+            getattr(attention, "k_norm", None),
+        )
+        if len({norm.eps for norm in (before, mlp, *optional) if norm is not None}) != 1:
             raise NotImplementedError("its norms do not share one epsilon")
-        return Norms(*(self._gain(norm) for norm in norms), eps=block.attention_norm.eps)
+        after_attention, after_mlp, q, k = (None if norm is None else self._gain(norm) for norm in optional)
+        return Norms(self._gain(before), self._gain(mlp), after_attention, after_mlp, q, k, eps=before.eps)
 
-    def _gain(self, norm: Any) -> np.ndarray | None:
-        if norm is None:
-            return None
-        return self._stored.values(norm.scale).astype(np.float32) + np.float32(getattr(norm, "offset", 0.0))
+    def _gain(self, norm: Any) -> np.ndarray:
+        gain: np.ndarray = self._stored.values(norm.scale).astype(np.float32) + np.float32(getattr(norm, "offset", 0.0))
+        return gain
 
     def matrix(self, linear: Any, order: np.ndarray | None = None, *, is_head: bool = False) -> Matrix:
         """A projection, or a token table, packed. A head's activations stay floats: rounded, they cost as much accuracy as all of a layer's."""
