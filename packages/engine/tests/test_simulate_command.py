@@ -85,6 +85,15 @@ def test_what_was_fitted_to_a_simulated_run_is_the_cost_it_was_simulated_with_an
     assert "median TTFT: recorded 100.0 ms, simulated" in capsys.readouterr().out
 
 
+def test_a_cluster_has_a_row_for_each_route(conversation, tmp_path, capsys):
+    words = ("--replicas", 2, "--route", "round-robin,kv-aware", "--tier", "1e5:1e9:1e-4:shared", "--json", tmp_path / "c.json")
+    assert octavo_simulate("cluster", conversation, *SMALL, *words) == 0
+    found = {row["set"]["route"]: row for row in json.loads((tmp_path / "c.json").read_text())}
+    assert list(found) == ["round-robin", "kv-aware"]
+    assert found["round-robin"]["requests"] == 3
+    assert "busiest replica" in capsys.readouterr().out
+
+
 def recorded():
     return [
         RequestRecord(
@@ -115,6 +124,8 @@ def recorded():
         (["TRACE", "--blocks", "20"], "raise blocks and max_len, or leave them out"),
         (["TRACE", "--leave-out-longer", "100"], "has no request to replay"),
         (["TRACE", "--load", "0"], "load is above 0"),
+        (["cluster", "TRACE", "--tier", "many"], "a tier is TOKENS:BYTES_PER_S"),
+        (["cluster", "TRACE", "--route", "best"], "route is one of"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_is_compiled(conversation, words, finding):

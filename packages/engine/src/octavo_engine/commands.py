@@ -62,9 +62,9 @@ class Simulate:
         from octavo_engine._src.simulate_command import DEFAULT_COST
         from octavo_scheduler import SchedulerConfig
 
-        parser.usage = "octavo simulate TRACE | fit STEP-LOG | replay STEP-LOG --requests REQUEST-LOG  [options]"
+        parser.usage = "octavo simulate TRACE | fit STEP-LOG | replay STEP-LOG --requests REQUEST-LOG | cluster TRACE  [options]"
         parser.add_argument(
-            "what", nargs="+", help="a trace (Mooncake JSONL, Azure CSV, a request log); or fit, or replay, and a log"
+            "what", nargs="+", help="a trace (Mooncake JSONL, Azure CSV, a request log); or fit, replay or cluster, and a file"
         )
         engine = parser.add_argument_group("the engine")
         cost = "a file of `simulate fit`, terms such as base=8e-3,decode=2e-5,prefill=4e-5, or roofline:parameters=8e9,flops=4e14"
@@ -85,6 +85,10 @@ class Simulate:
         )
         engine.add_argument("--deadline", type=float, default=0.0, help="seconds after its arrival when a first token is due (edf)")
         engine.add_argument("--deadline-per-token", type=float, default=0.0, help="and so much later for each prompt token")
+        self._add_results(parser)
+        add_arguments(parser, SchedulerConfig)
+
+    def _add_results(self, parser: argparse.ArgumentParser) -> None:
         load = parser.add_argument_group("the load")
         load.add_argument("--load", type=float, default=1.0, help="arrivals come so many times as fast (default: 1)")
         load.add_argument("--limit", type=int, help="replay the first so many requests")
@@ -92,6 +96,17 @@ class Simulate:
             "--leave-out-longer", type=parse_int, default=0, metavar="TOKENS", help="leave out requests of more tokens"
         )
         load.add_argument("--requests", metavar="FILE", help="request log of the run whose step log is replayed")
+        cluster = parser.add_argument_group("a cluster")
+        cluster.add_argument("--replicas", type=int, default=2, help="engines (default: 2)")
+        cluster.add_argument(
+            "--decoders", type=int, default=0, help="engines that go on where the replicas have computed a prompt (default: 0)"
+        )
+        cluster.add_argument("--route", help="round-robin, least-loaded, prefix-hash, kv-aware; several by commas (default: all)")
+        cluster.add_argument(
+            "--tier", action="append", default=[], metavar="TOKENS:BYTES/S[:S][:shared]", help="where evicted KV goes; repeatable"
+        )
+        cluster.add_argument("--kv-bytes", type=float, default=131072.0, help="bytes of KV of a token (default: 131072)")
+        cluster.add_argument("--link", type=float, default=25e9, help="bytes a second between replicas (default: 25e9)")
         out = parser.add_argument_group("what comes out")
         out.add_argument(
             "--sweep",
@@ -112,7 +127,6 @@ class Simulate:
         out.add_argument("--png", metavar="FOLDER", help="write charts as PNG (needs octavo-scheduler[plots])")
         out.add_argument("--step-log", metavar="FILE", help="write the simulated steps as a server would have logged them")
         out.add_argument("--output", metavar="FILE", help="where fit writes the cost model (default: cost.json)")
-        add_arguments(parser, SchedulerConfig)
 
     def run(self, options: argparse.Namespace) -> int:
         """Simulate, fit or replay."""
@@ -164,13 +178,13 @@ def _jax() -> str:
 
 
 def _memory() -> str:
-    from octavo_engine._src.compose import free_bytes
+    from octavo_engine._src.host import free_bytes
 
     return f"{free_bytes() / 2**30:.1f} GiB free for weights and KV"
 
 
 def _cache() -> str:
-    from octavo_engine._src.compose import compiled_programs_folder
+    from octavo_engine._src.host import compiled_programs_folder
 
     folder = compiled_programs_folder(None)
     if folder is None:

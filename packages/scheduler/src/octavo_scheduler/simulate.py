@@ -5,9 +5,11 @@ so for a grid of settings. `Simulator` is the machinery: pure functions of a `Wo
 `octavo simulate`.
 """
 
+from octavo_scheduler._src.sim_bench import Steady
 from octavo_scheduler._src.sim_cache import CountingCache
+from octavo_scheduler._src.sim_cluster import ROUTES, Cluster, ClusterOutcome, ClusterSpec, TierSpec
 from octavo_scheduler._src.sim_cost import CostModel, Fit, StepSize, fit, size_of
-from octavo_scheduler._src.sim_loop import HostRules, Simulator
+from octavo_scheduler._src.sim_loop import Simulator
 from octavo_scheduler._src.sim_metrics import Limits, Outcome, pareto, window_rates
 from octavo_scheduler._src.sim_plot import write_png
 from octavo_scheduler._src.sim_replay import Replay, compare, recorded_tpot_s
@@ -15,10 +17,15 @@ from octavo_scheduler._src.sim_report import charts, label_text, svg, write_csv,
 from octavo_scheduler._src.sim_state import TICK_S, Books, Requests, StepLine, World, requests_of
 from octavo_scheduler._src.sim_sweep import Setup, names, parse_sweep, simulate, sweep
 from octavo_scheduler._src.sim_trace import Trace, make_trace, read_trace
+from octavo_scheduler._src.sim_turn import HostRules
 
 __all__ = [
+    "ROUTES",
     "TICK_S",
     "Books",
+    "Cluster",
+    "ClusterOutcome",
+    "ClusterSpec",
     "CostModel",
     "CountingCache",
     "Fit",
@@ -29,8 +36,10 @@ __all__ = [
     "Requests",
     "Setup",
     "Simulator",
+    "Steady",
     "StepLine",
     "StepSize",
+    "TierSpec",
     "Trace",
     "World",
     "charts",

@@ -45,6 +45,8 @@ def run(options: argparse.Namespace) -> int:
         return _fit(_one("fit", "a step log", rest), options)
     if first == "replay":
         return _replay(_one("replay", "a step log or flight record", rest), options)
+    if first == "cluster":
+        return _cluster(_one("cluster", "one trace", rest), options)
     return _simulate([first, *rest], options)
 
 
@@ -233,6 +235,50 @@ def _replay(path: str, options: argparse.Namespace) -> int:
     if options.step_log:
         _write_steps(options.step_log, [outcome])
     return 0
+
+
+def _cluster(path: str, options: argparse.Namespace) -> int:
+    """A row for each route."""
+    trace, setup, cost = _trace(path, options), _setup(options), _cost(options)
+    routes = options.route.split(",") if options.route else list(sim.ROUTES)
+    tiers = tuple(_tier(text) for text in options.tier)
+    common = {"replicas": options.replicas, "decoders": options.decoders, "kv_bytes": options.kv_bytes, "tiers": tiers}
+    specs = [sim.ClusterSpec(route=route, link_bytes_per_s=options.link, **common) for route in routes]
+    found = {spec.route: sim.Cluster(spec, setup, cost).run(trace).summary() for spec in specs}
+    table = Table(
+        title=f"{trace.name}: {options.replicas} replicas"
+        + (f" for prompts, {options.decoders} for answers" if options.decoders else "")
+    )
+    headings = {
+        "ttft_s_p50": "TTFT p50, s",
+        "ttft_s_p99": "p99, s",
+        "tpot_s_p50": "TPOT p50, s",
+        "tpot_s_p99": "p99, s",
+        "output_tokens_per_s": "tokens, 1/s",
+        "cached_share": "cached",
+        "loaded_share": "of it from tiers",
+        "busiest_share": "busiest replica",
+    }
+    for heading in ("route", *headings.values()):
+        table.add_column(heading, justify="right")
+    for route, figures in found.items():
+        table.add_row(route, *(f"{figures[name]:.3g}" for name in headings))
+    _console().print(table)
+    if options.json:
+        rows = [{"set": {"route": route}, **figures} for route, figures in found.items()]
+        Path(options.json).write_bytes(msgspec.json.encode(rows))
+    return 0
+
+
+def _tier(text: str) -> sim.TierSpec:
+    """`TOKENS:BYTES_PER_S[:LATENCY_S][:shared]`."""
+    tokens, *rest = text.split(":")
+    is_shared = rest[-1:] == ["shared"]
+    try:
+        rate, *latency = map(float, rest[:-1] if is_shared else rest)
+        return sim.TierSpec(int(float(tokens)), rate, latency[0] if latency else 0.0, is_shared)
+    except (ValueError, TypeError):
+        raise ConfigError(f"a tier is TOKENS:BYTES_PER_S[:LATENCY_S][:shared], such as 4e6:2e10:1e-4, got '{text}'") from None
 
 
 DEFAULT_COST: Final = "roofline"

@@ -24,7 +24,7 @@ from octavo_core.records import StepRecord
 TERMS: Final = ("decode", "prefill", "context", "pairs")
 _ROUNDS: Final = 4
 _OUTLIER: Final = 6.0
-"""Steps whose error is so many times the median error are left out of the next round of a fit."""
+"""Steps whose relative error is so many times the median one are left out of the next round of a fit."""
 
 
 class StepSize(NamedTuple):
@@ -216,12 +216,12 @@ def fit(records: Iterable[StepRecord], *, padded: bool | None = None) -> Fit:
     kept, weights = np.ones(len(steps), bool), np.zeros(matrix.shape[1])
     for _ in range(_ROUNDS):
         weights = _solve(matrix[kept], times[kept])
-        error = np.abs(matrix @ weights - times)
-        bound = _OUTLIER * max(float(np.median(error[kept])), 1e-3 * float(np.median(times)))
+        error = np.abs(matrix @ weights / times - 1)
+        bound = max(_OUTLIER * float(np.median(error[kept])), 1e-3)
         kept = error <= bound if (error <= bound).sum() >= max(10, len(steps) // 2) else kept
     bases, terms = weights[: len(shapes)], weights[len(shapes) :]
     model = CostModel(
-        base_s=_rising(bases),
+        base_s=tuple(map(float, bases)),
         **{f"{t}_s": float(w) for t, w in zip(TERMS, terms, strict=True)},
         host_s=_host_s(steps),
         shapes=shapes,
@@ -284,11 +284,6 @@ def _nnls(matrix: Float[np.ndarray, "steps terms"], wanted: Float[np.ndarray, " 
             weights = weights + reach * (best - weights)
             free &= weights > 1e-14
     return weights
-
-
-def _rising(bases: Float[np.ndarray, " shapes"]) -> tuple[float, ...]:
-    """A larger shape takes no less time than a smaller one."""
-    return tuple(map(float, np.maximum.accumulate(bases)))
 
 
 def _host_s(steps: Sequence[StepRecord]) -> float:

@@ -22,9 +22,10 @@ from octavo_scheduler._src.config import SchedulerConfig
 from octavo_scheduler._src.scheduler import ChunkedScheduler
 from octavo_scheduler._src.sim_cache import CountingCache
 from octavo_scheduler._src.sim_cost import CostModel
-from octavo_scheduler._src.sim_loop import HostRules, Simulator
+from octavo_scheduler._src.sim_loop import Simulator
 from octavo_scheduler._src.sim_metrics import Outcome
 from octavo_scheduler._src.sim_trace import Trace
+from octavo_scheduler._src.sim_turn import HostRules
 
 CacheMaker = Callable[[CacheSpec], PrefixCache[Any]]
 
