@@ -30,7 +30,7 @@ from octavo_tools.workspace import ROOT
 WARM_SHARE = 0.25
 MAX_GROWTH = 0.01
 NUM_CLIENTS = 12
-OPTIONS = ("--kv-cache-memory-bytes=128M", "--max-num-seqs=16", "--disable-access-log", "--api-server-count=2")
+OPTIONS = ("--kv-cache-memory-bytes=48M", "--max-num-seqs=16", "--disable-access-log", "--api-server-count=2")
 WORDS = [
     "sea",
     "ship",
