@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 from jax.sharding import Mesh
 
 from octavo_core.config import from_mapping
@@ -121,8 +118,8 @@ def build(config: EngineConfig, recorder: FlightRecorder | None = None) -> Built
 def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Built:
     started_s = time.monotonic()
     table: Table = []
-    keep_compiled_programs(config.compilation_cache_dir)
-    run_cpu_programs_in_place()
+    host.keep_compiled_programs(config.compilation_cache_dir)
+    host.run_cpu_programs_in_place()
     host.keep_freed_memory()
     make_cache, make_scheduler = _prefix_cache(config, table), _scheduler(config, table)
     mesh = device_mesh(config.tensor_parallel_size)
@@ -154,13 +151,7 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
         layers_per_segment=1 if on_cpu and not (loaded.is_packed and loaded.is_native(attention)) else len(model.layers()),
     )
     _check_room(spec, memory.pool_bytes(groups, spec.num_blocks), card)
-    state = DeviceState(
-        kv=programs.init_kv(spec.num_blocks),
-        sampler=sampler.init(spec.max_sequences, card.vocab_size),
-        last_token=jnp.zeros(spec.max_sequences, jnp.int32),
-    )
-    if mesh is not None:
-        state = state._replace(**jax.device_put({"sampler": state.sampler, "last_token": state.last_token}, everywhere(mesh)))
+    state = _device_state(programs, spec, card, mesh)
     runner, planner = _compile(config, programs, state, cache, make_scheduler, nobody, seqs, on_cpu, table)
     compiles = CompileCounter()
     template = jax.tree.map(np.array, nobody)
@@ -175,33 +166,10 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     return Built(core, card, checkpoint, compiles, table, logs, kv_events, config.prefix_cache is None)
 
 
-def compiled_programs_folder(folder: str | None) -> Path | None:
-    """Where compiled programs are kept: as asked for, or JAX's own setting, or the user's cache folder. None for 'off'."""
-    if folder == "off":
-        return None
-    if folder is None:
-        folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    if folder is None:
-        folder = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "octavo" / "jax")
-    return Path(folder).expanduser()
-
-
-def keep_compiled_programs(folder: str | None) -> None:
-    """Point JAX's persistent compilation cache at a folder; 'off' leaves JAX as it is."""
-    path = compiled_programs_folder(folder)
-    if path is None:
-        return
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def run_cpu_programs_in_place() -> None:
-    """Run programs of the CPU device in the calling thread. Queued, a plan of 0.3 ms would wait behind the model's whole step.
-
-    Takes effect only before JAX's first use of the CPU.
-    """
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
+def _device_state(programs: DevicePrograms, spec: CacheSpec, card: ModelCard, mesh: Mesh | None) -> DeviceState:
+    """Empty, and on a mesh whole on every device but for the KV."""
+    small = programs.sampler.init(spec.max_sequences, card.vocab_size), jnp.zeros(spec.max_sequences, jnp.int32)
+    return DeviceState(programs.init_kv(spec.num_blocks), *(small if mesh is None else jax.device_put(small, everywhere(mesh))))
 
 
 def _dtype(config: EngineConfig, checkpoint: Checkpoint, on_cpu: bool) -> tuple[str, str]:
@@ -221,7 +189,7 @@ def _size_cache(
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     groups = model.kv_groups(block_size=config.block_size, dtype=kv_dtype)
     each = sum(memory.block_bytes(group) for group in groups)
-    blocks, why = sizing.num_blocks(config, each, free_bytes(), on_cpu=on_cpu)
+    blocks, why = sizing.num_blocks(config, each, host.free_bytes(), on_cpu=on_cpu)
     own_len = checkpoint.config.max_position_embeddings
     wanted = config.max_model_len or own_len
     capacity = (blocks - 1) * config.block_size
@@ -319,30 +287,12 @@ def _shares(text: str | None) -> tuple[float, ...]:
 def _check_room(spec: CacheSpec, pool: int, card: ModelCard) -> None:
     """Refuse a pool of so many bytes and a sampler's state that memory cannot hold, before anything is allocated."""
     sampler = 3 * spec.max_sequences * card.vocab_size
-    free = free_bytes()
+    free = host.free_bytes()
     if pool + sampler > free:
         raise ConfigError(
             f"the KV pool takes {pool / 2**30:.1f} GiB and sampling for {spec.max_sequences} sequences {sampler / 2**30:.1f} GiB, but "
             f"{free / 2**30:.1f} GiB are free; lower --kv-cache-memory-bytes, --num-gpu-blocks-override or --max-num-seqs"
         )
-
-
-def free_bytes() -> int:
-    """Device memory not in use: of the first accelerator, or of the machine where the device is the CPU."""
-    stats = jax.devices()[0].memory_stats() if jax.devices()[0].platform != "cpu" else None
-    if stats:
-        return int(stats["bytes_limit"] - stats["bytes_in_use"])
-    return min(int(psutil.virtual_memory().available), _cgroup_free_bytes())
-
-
-def _cgroup_free_bytes() -> int:
-    """What the container this process runs in may still take (cgroup v2), or a huge number."""
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        return 2**62 if limit == "max" else max(int(limit) - used, 0)
-    except (OSError, ValueError):
-        return 2**62
 
 
 def _card(config: EngineConfig, checkpoint: Checkpoint, spec: CacheSpec) -> ModelCard:

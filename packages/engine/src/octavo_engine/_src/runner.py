@@ -64,6 +64,43 @@ class Dispatched:
         return np.asarray(self.sampled.token_ids)[: len(self.ending)].tolist()
 
 
+class _Compiler:
+    """How programs are jitted and compiled, on one device or on a mesh, where inputs and streams are on every device.
+
+    Args:
+        placed: Where inputs are.
+    """
+
+    def __init__(self, placed: jax.sharding.Sharding) -> None:
+        self._everywhere = placed if isinstance(placed, jax.sharding.NamedSharding) else None
+        self._one_compiles = threading.Lock()
+
+    def compile(self, lowered: Any) -> Any:
+        """Programs are traced beside one another and compiled one at a time.
+
+        XLA uses every core for one program anyway, so this costs nothing, and JAX 0.10.2 has been seen to crash while one thread
+        wrote a program to the persistent cache and another compiled.
+        """
+        with self._one_compiles:
+            return lowered.compile()
+
+    def jit(self, run: Callable[..., Any], *, donate: tuple[int, ...] = (), kv: Any = None) -> Any:
+        """Jit a program whose answer is everywhere, or is KV like `kv`, alone or first."""
+        if self._everywhere is None:
+            return jax.jit(run, donate_argnums=donate)
+        own = jax.tree.map(lambda x: x.sharding, kv)
+        out = self._everywhere if kv is None else own if donate == (0,) else (own, self._everywhere)
+        return jax.jit(run, donate_argnums=donate, out_shardings=out)
+
+    def placed(self, abstract: Any) -> Any:
+        """Shapes of what is everywhere."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere), abstract)
+
+    def ints(self, length: int) -> jax.ShapeDtypeStruct:
+        """The shape of so many integers."""
+        return jax.ShapeDtypeStruct((length,), jnp.int32, sharding=self._everywhere)
+
+
 class ModelRunner:
     """Runs steps on the device.
 
@@ -78,8 +115,7 @@ class ModelRunner:
 
     def __init__(self, programs: DevicePrograms, state: DeviceState, *, max_blocks: int, threads: int = 2) -> None:
         self._programs, self._params, self._state = programs, programs.params, state
-        placed = state.last_token.sharding
-        self._everywhere = placed if isinstance(placed, jax.sharding.NamedSharding) else None
+        self._compiler = _Compiler(state.last_token.sharding)
         self._shapes: tuple[Bucket, ...] = ()
         self._max_blocks, self._threads = max_blocks, threads
         self._compiled: dict[Bucket, _Programs] = {}
@@ -87,7 +123,11 @@ class ModelRunner:
         self._row_sizes: list[int] = []
         self._begin: Any = None
         self._copy: list[Any] = []
-        self._one_compiles = threading.Lock()
+
+    @property
+    def programs(self) -> DevicePrograms:
+        """What it runs."""
+        return self._programs
 
     @property
     def shapes(self) -> tuple[Bucket, ...]:
@@ -107,42 +147,18 @@ class ModelRunner:
                 done.result()
                 advance(1)
 
-    def _compiled_from(self, lowered: Any) -> Any:
-        """Programs are traced beside one another and compiled one at a time.
-
-        XLA uses every core for one program anyway, so this costs nothing, and JAX 0.10.2 has been seen to crash while one thread
-        wrote a program to the persistent cache and another compiled.
-        """
-        with self._one_compiles:
-            return lowered.compile()
-
     def _compile_bucket(self, shape: Bucket) -> None:
         step = self._abstract_input(shape)
         state, programs, params = self._state, self._programs, self._params
-        stream, batches = self._placed(jax.eval_shape(programs.begin, params, state.last_token, step))
-        targets, sizes = self._ints(SCORED_TOKENS), [n for n in self._row_sizes if n <= shape.rows]
-        ends = self._jit(programs.ends)
+        stream, batches = self._compiler.placed(jax.eval_shape(programs.begin, params, state.last_token, step))
+        targets, sizes = self._compiler.ints(SCORED_TOKENS), [n for n in self._row_sizes if n <= shape.rows]
+        ends = self._compiler.jit(programs.ends)
         self._compiled[shape] = _Programs(
-            begin=self._compiled_from(self._jit(programs.begin).lower(params, state.last_token, step)),
+            begin=self._compiler.compile(self._compiler.jit(programs.begin).lower(params, state.last_token, step)),
             segments=self._compile_segments(stream, batches),
-            ends={n: self._compiled_from(ends.lower(params, stream, self._ints(n))) for n in sizes},
-            score=self._compiled_from(self._jit(programs.score).lower(params, stream, targets, targets)),
+            ends={n: self._compiler.compile(ends.lower(params, stream, self._compiler.ints(n))) for n in sizes},
+            score=self._compiler.compile(self._compiler.jit(programs.score).lower(params, stream, targets, targets)),
         )
-
-    def _jit(self, run: Callable[..., Any], *, donate: tuple[int, ...] = (), kv: Any = None) -> Any:
-        """Jit a program whose answer is everywhere, or is KV like `kv`, alone or first."""
-        if self._everywhere is None:
-            return jax.jit(run, donate_argnums=donate)
-        own = jax.tree.map(lambda x: x.sharding, kv)
-        out = self._everywhere if kv is None else own if donate == (0,) else (own, self._everywhere)
-        return jax.jit(run, donate_argnums=donate, out_shardings=out)
-
-    def _placed(self, abstract: Any) -> Any:
-        """Shapes of what is everywhere."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere), abstract)
-
-    def _ints(self, length: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((length,), jnp.int32, sharding=self._everywhere)
 
     def _compile_segments(self, stream: Any, batches: Any) -> list[Any]:
         """A program for every segment; segments alike in structure and shapes share one."""
@@ -152,8 +168,8 @@ class ModelRunner:
             leaves, tree = jax.tree.flatten((segment.params, kv))
             key = (segment.kind, segment.groups, tree, tuple((x.shape, x.dtype) for x in leaves))
             if key not in shared:
-                run = self._jit(functools.partial(self._programs.run, segment), donate=(1, 2), kv=kv)
-                shared[key] = self._compiled_from(run.lower(segment.params, kv, stream, batches))
+                run = self._compiler.jit(functools.partial(self._programs.run, segment), donate=(1, 2), kv=kv)
+                shared[key] = self._compiler.compile(run.lower(segment.params, kv, stream, batches))
             answer.append(shared[key])
         return answer
 
@@ -161,25 +177,25 @@ class ModelRunner:
         programs, params, state = self._programs, self._params, self._state
         step = self._abstract_input(self._shapes[-1])
         stream, _ = jax.eval_shape(programs.begin, params, state.last_token, step)
-        hidden = self._placed(jax.eval_shape(programs.ends, params, stream, self._ints(rows)))
-        sample, ids = self._jit(programs.sample, donate=(1, 2)), self._ints(rows)
-        self._sample[rows] = self._compiled_from(sample.lower(params, state.sampler, state.last_token, hidden, ids, ids))
+        hidden = self._compiler.placed(jax.eval_shape(programs.ends, params, stream, self._compiler.ints(rows)))
+        sample, ids = self._compiler.jit(programs.sample, donate=(1, 2)), self._compiler.ints(rows)
+        self._sample[rows] = self._compiler.compile(sample.lower(params, state.sampler, state.last_token, hidden, ids, ids))
 
     def compile_begin(self, arrivals: SamplingArrivals) -> None:
         """Compile the taking in of new sequences, and the copying of blocks."""
-        copies = self._placed(jax.ShapeDtypeStruct((len(self._programs.groups), COPIED_BLOCKS, 2), jnp.int32))
+        copies = self._compiler.placed(jax.ShapeDtypeStruct((len(self._programs.groups), COPIED_BLOCKS, 2), jnp.int32))
         shared: dict[Any, Any] = {}
         for segment, kv in zip(self._programs.segments, self._state.kv, strict=True):
             key = (segment.groups, *((x.shape, x.dtype) for x in jax.tree.leaves(kv)))
             if key not in shared:
-                copy = self._jit(functools.partial(self._programs.copy, segment.groups), donate=(0,), kv=kv)
-                shared[key] = self._compiled_from(copy.lower(kv, copies))
+                copy = self._compiler.jit(functools.partial(self._programs.copy, segment.groups), donate=(0,), kv=kv)
+                shared[key] = self._compiler.compile(copy.lower(kv, copies))
             self._copy.append(shared[key])
-        begin = self._jit(self._programs.sampler.begin, donate=(0,))
-        self._begin = self._compiled_from(begin.lower(self._state.sampler, self._placed(arrivals)))
+        begin = self._compiler.jit(self._programs.sampler.begin, donate=(0,))
+        self._begin = self._compiler.compile(begin.lower(self._state.sampler, self._compiler.placed(arrivals)))
 
     def _abstract_input(self, shape: Bucket) -> StepInput:
-        return self._placed(self._empty_input(shape))
+        return self._compiler.placed(self._empty_input(shape))
 
     def _empty_input(self, shape: Bucket) -> StepInput:
         groups = len(self._programs.groups)
@@ -210,6 +226,25 @@ class ModelRunner:
             context_len=np.where(np.arange(shape.rows) == 0, shape.tokens, 0).astype(np.int32),
             num_rows=np.int32(1),
         )
+        return self._best_time(shape, step)
+
+    def time_decode(self, rows: int, context: int) -> float:
+        """Seconds of the layers of a step in which so many rows see `context` tokens each and store nothing; blocks of rows differ."""
+        shape = next(b for b in self._shapes if b.tokens >= rows and b.rows >= rows)
+        step = self._empty_input(shape)
+        num_blocks = min(jax.tree.leaves(layer)[0].shape[0] for layer in self._state.kv[0])
+        ids = np.random.default_rng(0).permutation(step.block_table.size).reshape(step.block_table.shape) % num_blocks
+        step = step._replace(
+            positions=np.full(shape.tokens, context - 1, np.int32),
+            query_start=np.minimum(np.arange(shape.rows + 1), rows).astype(np.int32),
+            context_len=np.full(shape.rows, context, np.int32),
+            block_table=ids.astype(np.int32),
+            num_single=np.int32(rows),
+            num_rows=np.int32(rows),
+        )
+        return self._best_time(shape, step)
+
+    def _best_time(self, shape: Bucket, step: StepInput) -> float:
         best = float("inf")
         for _ in range(3):
             start = time.monotonic()

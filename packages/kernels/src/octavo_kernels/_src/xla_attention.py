@@ -79,6 +79,10 @@ class _Rules(NamedTuple):
         """The sinks, padded to so many query heads a KV head."""
         return None if self.sink is None else jnp.pad(self.sink, ((0, 0), (0, lanes - self.sink.shape[1])))
 
+    def sink_queries(self, tile_q: int) -> Float32[Array, "kv_heads group_queries"] | None:
+        """The sinks, repeated for so many queries."""
+        return None if self.sink is None else jnp.repeat(self.sink, tile_q, axis=1)
+
 
 class XlaAttention:
     """`octavo_core.seams.AttentionBackend` in XLA operations.
@@ -158,9 +162,8 @@ class XlaAttention:
         tile = min(TILE_ROWS, rows)
         seen = jnp.where(jnp.arange(rows) < batch.num_single, batch.context_len, 0)
         seen, table = _pad_to(seen, 0, tile), _pad_to(table, 0, tile)
-        num_rows = min(rows, tokens)
         lanes = group + -group % GROUP_LANES
-        wide = jnp.pad(q[:num_rows].astype(jnp.float32) * rules.scale, ((0, 0), (0, 0), (0, lanes - group), (0, 0)))
+        wide = jnp.pad(q[: min(rows, tokens)].astype(jnp.float32) * rules.scale, ((0, 0), (0, 0), (0, lanes - group), (0, 0)))
         q = _pad_to(wide, 0, tile)
         tile_tokens = tile_blocks * k.shape[2]
         start = _nothing((tile, kv_heads, lanes), head_dim, rules.sink_lanes(lanes))
@@ -213,13 +216,11 @@ class XlaAttention:
         compute = jnp.float32 if k.dtype == jnp.float32 else jnp.bfloat16
         q = jnp.pad((q.astype(jnp.float32) * rules.scale).astype(compute), ((0, tile_q), (0, 0), (0, 0), (0, 0)))
         out = jnp.pad(out, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
-        sink = None if rules.sink is None else jnp.repeat(rules.sink, tile_q, axis=1)
-        start = _nothing((kv_heads, group * tile_q), head_dim, sink)
+        start = _nothing((kv_heads, group * tile_q), head_dim, rules.sink_queries(tile_q))
 
         def item(w: Int32[Array, ""], out: Float32[Array, "..."]) -> Float32[Array, "..."]:
             row, ahead = item_row[w], item_tile[w] * tile_q
-            first, last = batch.query_start[row], batch.query_start[row + 1]
-            seen = batch.context_len[row]
+            first, last, seen = batch.query_start[row], batch.query_start[row + 1], batch.context_len[row]
             position = seen - (last - first) + ahead + jnp.arange(tile_q)
             q_tile = lax.dynamic_slice_in_dim(q, first + ahead, tile_q).transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
             limit = jnp.tile(jnp.minimum(position + 1, seen), group)[:, None]
@@ -234,14 +235,13 @@ class XlaAttention:
                 v_tile = _by_head(jnp.where(live[..., None], v.load(ids), 0.0).astype(compute))
                 scores = jnp.einsum("kmd,ktd->kmt", q_tile, k_tile, preferred_element_type=jnp.float32)
                 scaled = rules.capped(k.scaled(scores, lambda s: _by_head(s[ids])[:, None]))
-                flat = index.reshape(-1)
-                scores = jnp.where((flat < limit) & (flat >= oldest), scaled, MASKED)
+                scores = jnp.where((index.reshape(-1) < limit) & (index.reshape(-1) >= oldest), scaled, MASKED)
                 new_top = jnp.maximum(top, scores.max(-1))
                 weights = jnp.exp(scores - new_top[..., None])
                 fade = jnp.exp(top - new_top)
                 shares = v.scaled(weights, lambda s: _by_head(jnp.where(live, s[ids], 0.0))[:, None]).astype(compute)
-                update = jnp.einsum("kmt,ktd->kmd", shares, v_tile, preferred_element_type=jnp.float32)
-                return new_top, total * fade + weights.sum(-1), acc * fade[..., None] + update
+                acc = acc * fade[..., None] + jnp.einsum("kmt,ktd->kmd", shares, v_tile, preferred_element_type=jnp.float32)
+                return new_top, total * fade + weights.sum(-1), acc
 
             trips = (jnp.minimum(position[0] + tile_q, seen) + tile_tokens - 1) // tile_tokens
             _, total, acc = lax.fori_loop(first_seen // tile_tokens, trips, kv_tile, start)
