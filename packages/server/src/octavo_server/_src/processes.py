@@ -60,7 +60,7 @@ class Keeper(Protocol):
     def startup_table(self) -> list[tuple[str, str, str]]:
         """What was chosen."""
 
-    def wait_ready(self, timeout_s: float | None = None) -> ModelCard:
+    def wait_ready(self, timeout_s: int | float | None = None) -> ModelCard:
         """The card of a ready core."""
 
 

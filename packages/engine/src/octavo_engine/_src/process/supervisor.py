@@ -88,7 +88,7 @@ class Supervisor:
             cleaner.clean()
             cleaner.close()
 
-    def wait_ready(self, timeout_s: float | None = None) -> ModelCard:
+    def wait_ready(self, timeout_s: int | float | None = None) -> ModelCard:
         """Wait for the first core to be ready.
 
         Raises:
