@@ -33,8 +33,15 @@ def bench_simulation(report: Report, *, quick: bool) -> None:
     report.add("simulate_small_cache", small.steps_per_s(steps, repeats), "1/s", repeats, "scan, full state")
     counts = Steady(counting)
     report.add("simulate_counts_alone", counts.steps_per_s(steps, repeats), "1/s", repeats, "scan, one configuration")
-    side = counts.steps_per_s_side_by_side(steps, repeats)
-    report.add("simulate_counts", side, "1/s", repeats, f"{CONFIGURATIONS} configurations, only counts")
+    for name, side_by_side in (("simulate_counts", True), ("simulate_counts_in_turn", False)):
+        many = counts.steps_per_s_of_many(steps, repeats, side_by_side=side_by_side)
+        report.add(
+            name,
+            many,
+            "1/s",
+            repeats,
+            f"{CONFIGURATIONS} configurations, {'side by side' if side_by_side else 'one after another'}",
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -22,6 +22,8 @@ def run(report: Report, *, quick: bool) -> None:
     steady = Steady(RadixCache)
     steps, repeats = (32, 1) if quick else (128, 5)
     report.add("simulate_steps", steady.steps_per_s(steps, repeats), "1/s", repeats, "scan, full state")
-    steps, repeats = (2, 1) if quick else (8, 2)
-    side = steady.steps_per_s_side_by_side(steps, repeats, CONFIGURATIONS)
-    report.add("simulate_vmap", side, "1/s", repeats, f"{CONFIGURATIONS} configurations side by side, full state")
+    if not quick:
+        many = steady.steps_per_s_of_many(steps, 2, side_by_side=False, configurations=CONFIGURATIONS)
+        report.add("simulate_vmap", many, "1/s", 2, f"{CONFIGURATIONS} configurations, one after another in one program")
+    side = steady.steps_per_s_of_many(2, 1, side_by_side=True, configurations=4 if quick else CONFIGURATIONS)
+    report.add("simulate_vmap_side_by_side", side, "1/s", 1, "the same by vmap, where every branch runs")

@@ -73,12 +73,22 @@ class Steady:
 
         return steps / self._fastest(jax.jit(scan, donate_argnums=0, compiler_options=COMPILER_OPTIONS), self.world, repeats)
 
-    def steps_per_s_side_by_side(self, steps: int, repeats: int, configurations: int = CONFIGURATIONS) -> float:
-        """Scan steps of many configurations at once; steps of all together."""
+    def steps_per_s_of_many(self, steps: int, repeats: int, *, side_by_side: bool, configurations: int = CONFIGURATIONS) -> float:
+        """Steps of many configurations in one program, of all together.
+
+        Args:
+            steps: Of each.
+            repeats: The fastest counts.
+            side_by_side: A step of all, then the next (`vmap`), where a branch costs as much as both its sides; otherwise one configuration
+                after another (`lax.map`).
+            configurations: So many.
+        """
         worlds = jax.tree.map(lambda x: jnp.broadcast_to(x, (configurations, *x.shape)), self.world)
 
         def scan(worlds: World) -> tuple[World, Any]:
-            return lax.scan(lambda w, _: jax.vmap(self._counted)(w), worlds, None, length=steps)
+            if side_by_side:
+                return lax.scan(lambda w, _: jax.vmap(self._counted)(w), worlds, None, length=steps)
+            return lax.map(lambda world: lax.scan(lambda w, _: self._counted(w), world, None, length=steps), worlds)
 
         return (
             configurations

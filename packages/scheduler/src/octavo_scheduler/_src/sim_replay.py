@@ -39,7 +39,10 @@ class Stretch:
 def stretches(records: Sequence[StepRecord], start_s: float, length_s: float, count: int) -> list[Stretch]:
     """A log cut into `count` stretches of `length_s`, beginning at `start_s`."""
     at = np.floor((np.array([r.time_s for r in records]) - start_s) / length_s).astype(int)
-    return [_stretch([record for record, where in zip(records, at.tolist(), strict=True) if where == i], i * length_s) for i in range(count)]
+    return [
+        _stretch([record for record, where in zip(records, at.tolist(), strict=True) if where == i], i * length_s)
+        for i in range(count)
+    ]
 
 
 def _stretch(records: Sequence[StepRecord], start_s: float) -> Stretch:
