@@ -41,11 +41,14 @@ def commit(
             cache = CacheState(radix, cache.sequences._replace(block_table=block_table))
         return cache
 
-    # Work is as wide as the most there may be, and a step that only decodes ends few blocks.
-    widths = [width for width in (NARROW, max_commits) if width <= max_commits]
+    # Work is as wide as the most there may be, and a step that only decodes ends few blocks. One `cond` after the other: of three
+    # branches XLA keeps copies of the pool.
     count = jnp.sum(pending)
-    kind = jnp.where(count > 0, jnp.where(count <= widths[0], 1, len(widths)), 0)
-    return lax.switch(kind, [lambda c: c, *(functools.partial(some, width=width) for width in widths)], cache)
+    if max_commits <= NARROW:
+        return lax.cond(count > 0, functools.partial(some, width=max_commits), lambda c: c, cache)
+    is_narrow = (count > 0) & (count <= NARROW)
+    cache = lax.cond(is_narrow, functools.partial(some, width=NARROW), lambda c: c, cache)
+    return lax.cond(count > NARROW, functools.partial(some, width=max_commits), lambda c: c, cache)
 
 
 def _gather(
