@@ -120,7 +120,8 @@ def test_the_queue_answers_in_policy_order_without_those_discarded(entries, by_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 8}, "--tensor-parallel-size 8 is not supported yet"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size is at least 1"),
+        ({"expert_parallel": True}, "--expert-parallel divides experts among the devices"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not supported yet"),
         ({"cpu_offload_gb": 64.0}, "--cpu-offload-gb 64 is not supported yet"),
         ({"enable_chunked_prefill": False}, "always computed in chunks"),
