@@ -13,7 +13,6 @@ from octavo_core.testing import attention
 from octavo_kernels_cpu import CpuAttention
 from octavo_kernels_cpu._src.library import Library
 
-
 FEW = [attention.CASES[i] for i in (0, 7, 8)]
 """The others take longer: most of a case's time goes to compiling what surrounds it."""
 

@@ -40,6 +40,16 @@ def test_random_shapes_stay_inside_their_buffers(library: Library, tmp_path: Pat
     flags = [flag for flag in build_library.FLAGS[library.isa] if not flag.startswith("-O")]
     sources, program = build_library.PACKAGE / "csrc", tmp_path / "fuzz"
     sanitize = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    command = ["g++", "-std=c++20", "-O1", "-w", "-pthread", *flags, *sanitize, f"-I{sources}", str(Path(__file__).parent / "fuzz.cc")]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-w",
+        "-pthread",
+        *flags,
+        *sanitize,
+        f"-I{sources}",
+        str(Path(__file__).parent / "fuzz.cc"),
+    ]
     subprocess.run([*command, "-o", str(program)], check=True)
     subprocess.run([str(program), "20", "1"], check=True)
