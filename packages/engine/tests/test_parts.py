@@ -4,6 +4,7 @@ import argparse
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,20 +102,50 @@ def sequence(order, priority=0):
     return Sequence(request, order, 10, 0, frozenset(), 0.0)
 
 
-@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), max_size=30), st.booleans())
-def test_the_queue_answers_in_policy_order_without_those_discarded(entries, by_priority):
-    queue = Queue(by_priority=by_priority, max_requests=0, max_tokens=0)
-    made = [sequence(i, priority) for i, (priority, _) in enumerate(entries)]
+def sequence_of(order, *, priority=0, deadline=0, tenant=0):
+    made = sequence(order, priority)
+    made.request = msgspec.structs.replace(made.request, tenant=tenant)
+    made.deadline = deadline
+    return made
+
+
+ENTRIES = st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 9), st.integers(0, 2), st.booleans()))
+
+
+@given(entries=ENTRIES, policy=st.sampled_from(["fcfs", "priority", "edf", "lpm"]))
+def test_the_queue_answers_in_policy_order_without_those_discarded(entries, policy):
+    queue = Queue(policy=policy, max_requests=0, max_tokens=0)
+    made = [sequence_of(i, priority=p, deadline=d, tenant=t) for i, (p, d, t, _) in enumerate(entries)]
     for one in made:
         queue.push(one)
-    for one, (_, gone) in zip(made, entries, strict=True):
+    for one, (*_, gone) in zip(made, entries, strict=True):
         if gone:
             queue.discard(one)
-    kept = [one for one, (_, gone) in zip(made, entries, strict=True) if not gone]
-    wanted = sorted(kept, key=lambda s: (s.request.priority if by_priority else 0, s.order))
-    assert [queue.pop() for _ in wanted] == wanted
-    assert queue.pop() is None
+    kept = [one for one, (*_, gone) in zip(made, entries, strict=True) if not gone]
+    key = {"priority": lambda s: s.request.priority, "edf": lambda s: s.deadline}.get(policy, lambda s: 0)
+    wanted = sorted(kept, key=lambda s: (key(s), s.order))
+    assert [queue.pop({}, 0) for _ in wanted] == wanted
+    assert queue.pop({}, 0) is None
     queue.check_room([10**9], 0)
+
+
+@given(entries=ENTRIES, slots=st.integers(0, 9))
+def test_a_fair_queue_keeps_places_for_tenants_that_come_and_each_in_its_own_order(entries, slots):
+    queue = Queue(policy="fair", max_requests=0, max_tokens=0)
+    made = [sequence_of(i, tenant=t) for i, (_, _, t, _) in enumerate(entries)]
+    for one in made:
+        queue.push(one)
+    waiting: dict[int, int] = {}
+    while (one := queue.pop(waiting, slots)) is not None:
+        tenant = one.request.tenant
+        behind = {s.request.tenant for s in made}
+        assert waiting.get(tenant, 0) == min(waiting.get(t, 0) for t in behind)
+        waiting[tenant] = waiting.get(tenant, 0) + 1
+        assert one is next(s for s in made if s.request.tenant == tenant)
+        made.remove(one)
+    present = {*waiting, *(s.request.tenant for s in made)}
+    for one in made:
+        assert waiting[one.request.tenant] >= max(1, slots // (1 + len(present)))
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,11 @@ from typing import IO
 
 import msgspec
 import numpy as np
-import numpy as np
 
 from octavo_core.errors import ConfigError
 from octavo_core.plan import StepPlan
-from octavo_engine._src.process.flight import FlightRecorder
-from octavo_core.plan import StepPlan
 from octavo_core.records import RequestRecord, StepRecord
+from octavo_engine._src.process.flight import FlightRecorder
 from octavo_engine._src.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -24,9 +22,9 @@ logger = logging.getLogger(__name__)
 class Logs:
     """Appends records to the files that were asked for.
 
-        recorder: Told every step.
     Args:
         step_log, request_log: Paths, or None for no such log.
+        recorder: Told every step.
 
     Raises:
         ConfigError: When a file cannot be opened for writing.
@@ -43,10 +41,10 @@ class Logs:
         """Steps are logged."""
         return self._steps is not None or self._recorder is not None
 
-        if self._recorder is not None:
-            self._recorder.step(record)
     def step(self, record: StepRecord) -> None:
         """Append a step."""
+        if self._recorder is not None:
+            self._recorder.step(record)
         self._steps = self._append(self._steps, record)
 
     def request(self, sequence: Sequence, origin_s: float, now_s: float) -> None:
@@ -83,13 +81,6 @@ class Logs:
             if file is not None:
                 _attempt(file, file.close)
         self._steps = self._requests = None
-
-
-def prefill_pairs(plan: StepPlan) -> int:
-    """For each prompt token of a step, the tokens it sees, itself included."""
-    query = np.diff(plan.query_start)[int(plan.num_single) : int(plan.num_rows)].astype(np.int64)
-    context = plan.context_len[int(plan.num_single) : int(plan.num_rows)]
-    return int(np.sum(query * context - query * (query - 1) // 2))
 
 
 def prefill_pairs(plan: StepPlan) -> int:

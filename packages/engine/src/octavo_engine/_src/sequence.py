@@ -7,7 +7,6 @@ from typing import Final
 
 from octavo_core.wire import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
 
-
 NO_DEADLINE: Final = 2**31 - 1
 
 
