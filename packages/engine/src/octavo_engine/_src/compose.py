@@ -34,6 +34,7 @@ from octavo_engine._src.planner import Planner
 from octavo_engine._src.plug import build_prefix_cache, find_prefix_cache
 from octavo_engine._src.process.flight import FlightRecorder
 from octavo_engine._src.runner import ModelRunner
+from octavo_engine._src.steps import Steps, compile_steps, num_programs
 from octavo_engine._src.validate import MAX_BIAS, MAX_STOP
 from octavo_engine.config import EngineConfig
 from octavo_kernels import RowSampler, attention_backend, cpu_layers
@@ -142,17 +143,18 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
         max_logprobs=card.max_logprobs, max_bias=MAX_BIAS, max_stop=MAX_STOP + MAX_EOS, max_arrivals=MAX_ARRIVALS
     )
     sampler, nobody = _sampler(config, own_sampler, table), own_sampler.empty_arrivals(spec.max_len)
+    pads_free = loaded.is_packed and loaded.is_native(attention)
     programs = DevicePrograms.of(
         model,
         groups,
         attention,
         sampler,
         max_logprobs=card.max_logprobs,
-        layers_per_segment=1 if on_cpu and not (loaded.is_packed and loaded.is_native(attention)) else len(model.layers()),
+        layers_per_segment=1 if on_cpu and not pads_free else len(model.layers()),
     )
     _check_room(spec, memory.pool_bytes(groups, spec.num_blocks), card)
     state = _device_state(programs, spec, card, mesh)
-    runner, planner = _compile(config, programs, state, cache, make_scheduler, nobody, seqs, on_cpu, table)
+    runner, planner = _compile(config, programs, state, cache, make_scheduler, nobody, seqs, on_cpu, pads_free, table)
     compiles = CompileCounter()
     template = jax.tree.map(np.array, nobody)
     overlap = _overlap(config, on_cpu, table)
@@ -320,24 +322,16 @@ def _compile(
     nobody: SamplingArrivals,
     seqs: int,
     on_cpu: bool,
+    pads_free: bool,
     table: Table,
 ) -> tuple[ModelRunner, Planner]:
     start_s, spec = time.monotonic(), cache.spec
-    alone = on_cpu and (len(programs.segments) == 1 or programs.params[0].dtype == jnp.float32)
+    alone = on_cpu and (pads_free or programs.params[0].dtype == jnp.float32)
     runner = ModelRunner(programs, state, max_blocks=spec.max_blocks)
-    budget, why = config.max_num_batched_tokens, "--max-num-batched-tokens"
-    likely = sizing.buckets(budget or sizing.PROBE_TOKENS[1], seqs, alone=alone)
-    with progress("compiling", len(likely) + len({b.rows for b in likely}), unit="programs") as advance:
+    with progress("compiling", num_programs(config, seqs, alone=alone, pads_free=pads_free), unit="programs") as advance:
         runner.compile_begin(nobody)
-        if not budget and on_cpu:
-            runner.compile(sizing.buckets(sizing.PROBE_TOKENS[1], seqs, alone=alone), advance)
-            small_s, large_s = (runner.time_step(t) for t in sizing.PROBE_TOKENS)
-            budget, why = sizing.cpu_budget(small_s, large_s, seqs)
-        elif not budget:
-            budget, why = 2048, "default of this device"
-        runner.compile(sizing.buckets(budget, seqs, alone=alone), advance)
-        prior_us = _step_cost(runner) if on_cpu else SchedulerConfig.slo_prior_us
-        planner = _planner(config, cache, make_scheduler, seqs, budget, on_cpu, tuple(b.tokens for b in runner.shapes), prior_us)
+        steps = compile_steps(runner, config, seqs, advance, on_cpu=on_cpu, alone=alone, pads_free=pads_free)
+        planner = _planner(config, cache, make_scheduler, seqs, on_cpu, steps)
         table.append(
             (
                 "chunks",
@@ -346,19 +340,10 @@ def _compile(
             )
         )
         planner.compile()
-    table.append(("token budget", f"{budget} tokens", why))
+    table.append(("token budget", f"{steps.budget} tokens", steps.why))
     shapes = ", ".join(f"{b.tokens}x{b.rows}" for b in runner.shapes)
     table.append(("step shapes", shapes, f"tokens x rows, compiled in {time.monotonic() - start_s:.1f} s"))
     return runner, planner
-
-
-def _step_cost(runner: ModelRunner) -> tuple[int, int, int]:
-    """What a step costs on this device until the scheduler has seen some: µs of any step, of a decode row and of a prompt token."""
-    shapes = [b.tokens for b in runner.shapes if b.tokens > 1][:3]
-    times = [runner.time_step(tokens) for tokens in shapes]
-    token_s = max((times[-1] - times[0]) / max(shapes[-1] - shapes[0], 1), 0.0)
-    base_s = max(times[0] - token_s * shapes[0], 0.0)
-    return round(1e6 * base_s), round(1e6 * token_s), round(1e6 * token_s)
 
 
 def _chunk_policy(config: EngineConfig, on_cpu: bool) -> str:
@@ -370,19 +355,17 @@ def _planner(
     cache: PrefixCache[Any],
     make_scheduler: Callable[[SchedulerConfig, PrefixCache[Any]], Scheduler[Any, Any]],
     max_num_seqs: int,
-    budget: int,
     on_cpu: bool,
-    step_sizes: tuple[int, ...],
-    prior_us: tuple[int, int, int],
+    steps: Steps,
 ) -> Planner:
     chosen = SchedulerConfig(
         max_num_seqs=max_num_seqs,
-        token_budget=budget,
+        token_budget=steps.budget,
         chunk_size=config.chunked_prefill_size,
         chunk_policy=_chunk_policy(config, on_cpu),
         target_itl_ms=config.target_itl_ms,
-        slo_prior_us=prior_us,
-        step_sizes=step_sizes,
+        slo_prior_us=steps.cost_us,
+        step_sizes=steps.sizes,
         max_num_partial_prefills=config.max_num_partial_prefills,
         max_long_partial_prefills=config.max_long_partial_prefills,
         long_prefill_token_threshold=config.long_prefill_token_threshold,

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import jax
@@ -134,10 +134,13 @@ class ModelRunner:
         """Step shapes from small to large."""
         return self._shapes
 
-    def compile(self, shapes: tuple[Bucket, ...], advance: Callable[[int], None]) -> None:
-        """Serve steps of these shapes, from small to large: compile what is missing, `threads` at a time. `advance` hears of each."""
+    def compile(self, shapes: tuple[Bucket, ...], advance: Callable[[int], None], rows: Iterable[int] = ()) -> None:
+        """Serve steps of these shapes, from small to large: compile what is missing, `threads` at a time. `advance` hears of each.
+
+        Rows are sampled as many at a time as a shape has, or as one of `rows`.
+        """
         self._shapes = shapes
-        self._row_sizes = sorted({b.rows for b in shapes})
+        self._row_sizes = sorted({*rows, *(b.rows for b in shapes)})
         jobs: list[Callable[[], None]] = [
             functools.partial(self._compile_sample, rows) for rows in self._row_sizes if rows not in self._sample
         ]
@@ -215,15 +218,15 @@ class ModelRunner:
         )
 
     def time_step(self, tokens: int) -> float:
-        """Seconds of a step that prefills one row of so many tokens and stores nothing; the shape must be compiled."""
-        shape = next(b for b in self._shapes if b.tokens == tokens)
+        """Seconds of a step that prefills one row of so many tokens and stores nothing, in the smallest shape that holds it."""
+        shape = next(b for b in self._shapes if b.tokens >= tokens)
         step = self._empty_input(shape)
-        ends = np.full(shape.rows + 1, shape.tokens, np.int32)
+        ends = np.full(shape.rows + 1, tokens, np.int32)
         ends[0] = 0
         step = step._replace(
-            row=np.zeros(shape.tokens, np.int32),
+            row=np.where(np.arange(shape.tokens) < tokens, 0, shape.rows).astype(np.int32),
             query_start=ends,
-            context_len=np.where(np.arange(shape.rows) == 0, shape.tokens, 0).astype(np.int32),
+            context_len=np.where(np.arange(shape.rows) == 0, tokens, 0).astype(np.int32),
             num_rows=np.int32(1),
         )
         return self._best_time(shape, step)

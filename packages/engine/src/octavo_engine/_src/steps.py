@@ -1,0 +1,84 @@
+"""Which step shapes are compiled, how many tokens a step may hold and what it costs: decided by timing the device it runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Final
+
+from octavo_engine._src import sizing
+from octavo_engine._src.runner import ModelRunner
+from octavo_engine.config import EngineConfig
+from octavo_scheduler import SchedulerConfig
+
+DEVICE_BUDGET: Final = 2_048
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What a scheduler has to know of the steps of a device.
+
+    Attributes:
+        budget: Most new tokens in a step.
+        why: The reason, for the start-up table.
+        sizes: Token counts a step is padded to; empty where pads cost nothing.
+        cost_us: µs of any step, of a decode row more and of a prompt token more.
+    """
+
+    budget: int
+    why: str
+    sizes: tuple[int, ...]
+    cost_us: tuple[int, int, int]
+
+
+def num_programs(config: EngineConfig, max_num_seqs: int, *, alone: bool, pads_free: bool) -> int:
+    """About how many programs `compile_steps` compiles, for a progress bar."""
+    likely = sizing.buckets(config.max_num_batched_tokens or sizing.PROBE_TOKENS[1], max_num_seqs, alone=alone)
+    return (2 if pads_free else len(likely)) + len({b.rows for b in likely})
+
+
+def compile_steps(
+    runner: ModelRunner,
+    config: EngineConfig,
+    max_num_seqs: int,
+    advance: Callable[[int], None],
+    *,
+    on_cpu: bool,
+    alone: bool,
+    pads_free: bool,
+) -> Steps:
+    """Compile the shapes and time some.
+
+    Args:
+        runner: Compiles and runs them.
+        config: The operator's wishes.
+        max_num_seqs: Most rows in a step.
+        advance: Hears of each program.
+        on_cpu: The budget is chosen by time.
+        alone: One row is not as dear as eight.
+        pads_free: Tokens that only fill a shape cost nothing: two shapes are enough, however many rows are sampled.
+    """
+    asked = config.max_num_batched_tokens
+    budget, why = asked or DEVICE_BUDGET, "--max-num-batched-tokens" if asked else "default of this device"
+    if pads_free:
+        most = asked or max(sizing.CPU_BUDGETS[-1], 2 * max_num_seqs)
+        rows = sorted({b.rows for b in sizing.buckets(most, max_num_seqs, alone=alone)})
+        runner.compile(sizing.two_shapes(most, max_num_seqs), advance, rows=rows)
+    elif on_cpu and not asked:
+        runner.compile(sizing.buckets(sizing.PROBE_TOKENS[1], max_num_seqs, alone=alone), advance)
+    if on_cpu and not asked:
+        small_s, large_s = (runner.time_step(tokens) for tokens in sizing.PROBE_TOKENS)
+        budget, why = sizing.cpu_budget(small_s, large_s, max_num_seqs)
+    if not pads_free:
+        runner.compile(sizing.buckets(budget, max_num_seqs, alone=alone), advance)
+    sizes = () if pads_free else tuple(b.tokens for b in runner.shapes)
+    return Steps(budget, why, sizes, _cost_us(runner, budget) if on_cpu else SchedulerConfig.slo_prior_us)
+
+
+def _cost_us(runner: ModelRunner, budget: int) -> tuple[int, int, int]:
+    """What a step costs on this device until the scheduler has seen some."""
+    small, large = (min(tokens, budget) for tokens in (sizing.ROW_LANES, sizing.PROBE_TOKENS[1]))
+    small_s, large_s = runner.time_step(small), runner.time_step(large)
+    token_s = max((large_s - small_s) / max(large - small, 1), 0.0)
+    base_s = max(small_s - token_s * small, 0.0)
+    return round(1e6 * base_s), round(1e6 * token_s), round(1e6 * token_s)
