@@ -31,6 +31,7 @@ def plan(**changes: object) -> StepPlan:
         "num_rows": np.int32(1),
         "num_single": np.int32(0),
         "preempted": np.int32(-1),
+        "lost_len": np.int32(0),
         "num_running": np.int32(1),
         "num_waiting": np.int32(0),
         "events": events,

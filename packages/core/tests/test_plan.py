@@ -52,7 +52,7 @@ def test_big_endian_arrays_are_written_little_endian() -> None:
 
 
 def test_a_value_of_another_kind_is_refused() -> None:
-    with pytest.raises(FrameError, match="wanted the 18 fields of StepPlan"):
+    with pytest.raises(FrameError, match="wanted the 19 fields of StepPlan"):
         from_bytes(StepPlan, to_bytes(example(CacheEvents)))
 
 

@@ -146,7 +146,7 @@ async def _fails(engine, supervisor, harm, pattern):
     assert engine.stats().error
     with pytest.raises(EngineDeadError):
         engine.submit([request("late")])
-    assert not psutil.pid_exists(old)
+    await until(lambda: not psutil.pid_exists(old))
     await asyncio.wait_for(engine.ready(), 20)
     assert supervisor.core_pid != old
     assert await tokens(engine, request("after", 1, 3)) == [2, 3, 4]

@@ -42,8 +42,8 @@ def test_auto_takes_the_first_that_serves_and_says_why_not_those_before() -> Non
 @pytest.mark.skipif(jax.devices()[0].platform != "cpu", reason="is about machines without a GPU")
 def test_without_a_gpu_hopper_says_what_jax_sees() -> None:
     choice = attention_backend("auto", (FULL,))
-    assert choice.name == "xla"
-    assert choice.passed_over == (("hopper", "needs a GPU of compute capability 9.0 (Hopper); JAX sees cpu (cpu)"),)
+    assert choice.name in ("cpu", "xla")  # with octavo-kernels-cpu beside it, or without
+    assert choice.passed_over[0] == ("hopper", "needs a GPU of compute capability 9.0 (Hopper); JAX sees cpu (cpu)")
     with pytest.raises(ConfigError, match=r"hopper: needs a GPU of compute capability 9\.0"):
         attention_backend("hopper", (FULL,))
 
@@ -83,7 +83,8 @@ def test_a_jax_without_mosaic_gpu_is_passed_over_with_the_reason(monkeypatch) ->
     monkeypatch.setattr(jax, "devices", lambda *_: [_Device("gpu", "NVIDIA H200", "9.0")])
     monkeypatch.setitem(sys.modules, "octavo_kernels._src.hopper_attention", None)
     choice = attention_backend("auto", (FULL,))
-    assert (choice.name, choice.passed_over[0].name) == ("xla", "hopper")
+    assert choice.name in ("cpu", "xla")
+    assert choice.passed_over[0].name == "hopper"
     assert "cannot import its Pallas Mosaic GPU" in choice.passed_over[0].reason
 
 
