@@ -9,9 +9,10 @@ from typing import Final
 from octavo_engine._src import sizing
 from octavo_engine._src.runner import ModelRunner
 from octavo_engine.config import EngineConfig
-from octavo_scheduler import SchedulerConfig
 
 DEVICE_BUDGET: Final = 2_048
+DEVICE_COST_US: Final = (10_000, 0, 10)
+"""Assumed of an accelerator until steps have been seen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ def compile_steps(
     if not pads_free:
         runner.compile(sizing.buckets(budget, max_num_seqs, alone=alone), advance)
     sizes = () if pads_free else tuple(b.tokens for b in runner.shapes)
-    return Steps(budget, why, sizes, _cost_us(runner, budget) if on_cpu else SchedulerConfig.slo_prior_us)
+    return Steps(budget, why, sizes, _cost_us(runner, budget) if on_cpu else DEVICE_COST_US)
 
 
 def _cost_us(runner: ModelRunner, budget: int) -> tuple[int, int, int]:
