@@ -170,7 +170,7 @@ def test_nothing_was_compiled_while_serving(client):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tensor-parallel-size=8"], "--tensor-parallel-size 8 is not supported yet"),
+        (["--tensor-parallel-size=8"], "--tensor-parallel-size 8 needs as many devices"),
         (["--kv-cache-dtype=fp8"], "--kv-cache-dtype fp8 is not supported yet"),
         (["--cpu-offload-gb=64"], "--cpu-offload-gb 64 is not supported yet"),
         (["--model=/nonexistent/model.gguf"], "no checkpoint at"),
