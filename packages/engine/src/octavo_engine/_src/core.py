@@ -171,7 +171,9 @@ class EngineCore:
         """Give free slots to queued sequences and begin the next plan: beside the running step, or here and now."""
         self._end_those_that_waited_too_long()
         newcomers: list[Sequence] = []
-        waiting = Counter(s.request.tenant for s in self._slots if s is not None and s.started_s is None)
+        waiting = Counter[int]()
+        if len(self._queue):  # in a steady step nobody is queued, and nobody need be counted
+            waiting.update(s.request.tenant for s in self._slots if s is not None and s.started_s is None)
         slots = len(self._slots) - self.planner.max_rows
         while self._free_slots and len(newcomers) < self.planner.max_arrivals:
             sequence = self._queue.pop(waiting, slots)
