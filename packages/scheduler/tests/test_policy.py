@@ -32,6 +32,9 @@ LIMITED = [
 ]
 
 
+UNSEEN = np.array(chunks.assumed(SchedulerConfig()))
+
+
 @st.composite
 def states(draw):
     """Any mixture a step may meet: more than one token to go only with nothing in flight, or after a preemption."""
@@ -48,7 +51,7 @@ def states(draw):
     numbers = {name: np.asarray(value, np.int32) for name, value in fields.items()}
     numbers |= {"tokens": np.zeros((SEQUENCES, 64), np.int32), "namespace": np.zeros((SEQUENCES, 2), np.uint32)}
     numbers |= {name: np.int32(0) for name in ("growth", "claim", "cursor")}
-    numbers |= {"costs": np.zeros((3, 4), np.float32), "growth": np.int32(draw(st.integers(100, 1000)))}
+    numbers |= {"costs": UNSEEN, "growth": np.int32(draw(st.integers(100, 1000)))}
     numbers |= {"priority": np.array(draw(LENGTHS), np.int32) % 3, "found_len": numbers["computed_len"] // 4}
     return SchedulerState(**numbers | {"use_prefix": np.ones(SEQUENCES, bool)})
 
@@ -140,9 +143,9 @@ def test_adaptive_chunks_are_2048_then_1024_above_32_decodes_and_512_above_64(nu
 LEARN = jax.jit(chunks.learn)
 
 
-def seen(samples) -> jax.Array:
+def seen(samples, config=SchedulerConfig()) -> jax.Array:
     """The costs after steps of (decode rows, prompt tokens, seconds)."""
-    costs, result = jnp.zeros((3, 4), jnp.float32), empty_result(1)
+    costs, result = chunks.assumed(config), empty_result(1)
     for n, c, t in samples:
         costs = LEARN(costs, result._replace(step_s=np.float32(t), num_decodes=np.int32(n), num_prefill_tokens=np.int32(c)))
     return costs
@@ -156,7 +159,7 @@ COSTS = st.tuples(st.floats(1e-3, 0.1), st.floats(1e-5, 2e-3), st.floats(1e-6, 1
 def test_slo_learns_what_steps_cost(truth, seed):
     rng = np.random.default_rng(seed)
     samples = [(n := int(rng.integers(0, 64)), c := int(rng.integers(0, 1024)), truth @ np.array([1, n, c])) for _ in range(60)]
-    found = np.array(chunks.solve(seen(samples), SchedulerConfig(chunk_policy="slo")))
+    found = np.array(chunks.solve(seen(samples)))
     # Judged by what they are for: the time of a step.
     for n, c in ((0, 1000), (64, 0), (32, 500)):
         assert found @ [1, n, c] == pytest.approx(np.array(truth) @ [1, n, c], rel=0.1, abs=1e-3)
@@ -178,8 +181,8 @@ def test_slo_takes_the_largest_chunk_under_the_target_and_at_least_a_block(costs
         step_sizes=sizes,
         slo_prior_us=tuple(round(1e6 * c) for c in costs),
     )
-    base, alpha, beta = (float(c) for c in chunks.solve(jnp.zeros((3, 4)), config))
-    room = int(chunks.available(jnp.int32(num_decodes), jnp.zeros((3, 4)), config, block_size))
+    base, alpha, beta = (float(c) for c in chunks.solve(chunks.assumed(config)))
+    room = int(chunks.available(jnp.int32(num_decodes), chunks.assumed(config), config, block_size))
     assert room <= 512 - num_decodes
     if not num_decodes:
         assert room == 512
@@ -195,8 +198,8 @@ def test_slo_takes_the_largest_chunk_under_the_target_and_at_least_a_block(costs
 
 def test_slo_without_a_measurement_goes_by_what_was_assumed_and_ignores_times_that_are_none():
     config = SchedulerConfig(chunk_policy="slo", slo_prior_us=(20_000, 300, 90))
-    for costs in (jnp.zeros((3, 4)), seen([(3, 5, 0.0), (3, 5, float("nan")), (3, 5, float("inf"))])):
-        assert np.array(chunks.solve(costs, config)) == pytest.approx([20e-3, 300e-6, 90e-6], rel=1e-3)
+    for costs in (chunks.assumed(config), seen([(3, 5, 0.0), (3, 5, float("nan")), (3, 5, float("inf"))], config)):
+        assert np.array(chunks.solve(costs)) == pytest.approx([20e-3, 300e-6, 90e-6], rel=1e-3)
 
 
 def victim_of(state, config, lack=1):

@@ -37,7 +37,7 @@ def chunk_limit(num_decodes: Int32[Array, ""], config: SchedulerConfig) -> Int32
 
 
 def available(
-    num_decodes: Int32[Array, ""], costs: Float32[Array, "3 4"], config: SchedulerConfig, block_size: int
+    num_decodes: Int32[Array, ""], costs: Float32[Array, "4 4"], config: SchedulerConfig, block_size: int
 ) -> Int32[Array, ""]:
     """`C_avail`: prompt tokens of all sequences together, `max(0, T_budget − N_decode)` or what `slo` leaves of it.
 
@@ -47,7 +47,7 @@ def available(
     room = jnp.maximum(config.token_budget - num_decodes, 0)
     if config.chunk_policy != "slo":
         return room
-    base_s, decode_s, token_s = solve(costs, config)
+    base_s, decode_s, token_s = solve(costs)
     idle_s = base_s + decode_s * num_decodes
     target_s = config.target_itl_ms / 1e3 if config.target_itl_ms else DECODE_STEPS * idle_s
     fits = jnp.clip((target_s - idle_s) / jnp.maximum(token_s, 1e-9), block_size, config.token_budget).astype(jnp.int32)
@@ -58,7 +58,14 @@ def available(
     return jnp.where(num_decodes > 0, jnp.minimum(room, fits), room)
 
 
-def learn(costs: Float32[Array, "3 4"], result: StepResult) -> Float32[Array, "3 4"]:
+def assumed(config: SchedulerConfig) -> Float32[Array, "4 4"]:
+    """What steps cost before one was seen: normal equations of nothing, then the assumption. It is a value of the state and no
+    constant of the program, so that a device timed anew at every start finds its compiled step again."""
+    prior = jnp.array(config.slo_prior_us, jnp.float32) * 1e-6 / jnp.array(_SCALE, jnp.float32)
+    return jnp.zeros((4, 4), jnp.float32).at[3, :3].set(prior)
+
+
+def learn(costs: Float32[Array, "4 4"], result: StepResult) -> Float32[Array, "4 4"]:
     """Take in how long a step took: the normal equations of `t_base + α·N_decode + β·Σc_p`, older steps fading.
 
     Source: recursive least squares with exponential forgetting, kept as its normal equations.
@@ -66,16 +73,16 @@ def learn(costs: Float32[Array, "3 4"], result: StepResult) -> Float32[Array, "3
     x = jnp.stack([jnp.float32(1), result.num_decodes.astype(jnp.float32), result.num_prefill_tokens.astype(jnp.float32)])
     x = x * jnp.array(_SCALE, jnp.float32)
     row = jnp.append(x, result.step_s)
-    seen = _FORGET * costs + x[:, None] * row
+    seen = costs.at[:3].set(_FORGET * costs[:3] + x[:, None] * row)
     return jnp.where((result.step_s > 0) & jnp.isfinite(result.step_s), seen, costs)
 
 
-def solve(costs: Float32[Array, "3 4"], config: SchedulerConfig) -> tuple[Float32[Array, ""], ...]:
+def solve(costs: Float32[Array, "4 4"]) -> tuple[Float32[Array, ""], ...]:
     """`t_base`, `α` and `β` in seconds, none negative. Where steps say little of one of them, the assumption of the start stands."""
     scale = jnp.array(_SCALE, jnp.float32)
-    prior = jnp.array(config.slo_prior_us, jnp.float32) * 1e-6 / scale
-    normal = costs[:, :3] + _DOUBT * jnp.eye(3, dtype=jnp.float32)
-    right = costs[:, 3] + _DOUBT * prior
+    prior = costs[3, :3]
+    normal = costs[:3, :3] + _DOUBT * jnp.eye(3, dtype=jnp.float32)
+    right = costs[:3, 3] + _DOUBT * prior
     a, b, c = normal
     cross = jnp.stack([jnp.cross(b, c), jnp.cross(c, a), jnp.cross(a, b)])  # rows of the adjugate of a symmetric matrix
     found = cross @ right / jnp.maximum(jnp.dot(a, cross[0]), 1e-12)

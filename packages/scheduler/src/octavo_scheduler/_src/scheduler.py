@@ -73,7 +73,9 @@ class ChunkedScheduler(Generic[C]):
 
     def init(self) -> SchedulerState:
         """No sequences."""
-        return empty_state(self.cache.spec.max_sequences, self.cache.spec.max_len, len(self.config.tenant_weights))
+        spec = self.cache.spec
+        empty = empty_state(spec.max_sequences, spec.max_len, len(self.config.tenant_weights))
+        return empty._replace(costs=chunks.assumed(self.config))
 
     def step(self, state: SchedulerState, cache: C, result: StepResult) -> tuple[SchedulerState, C, StepPlan]:
         """Take in a result and plan the next step.

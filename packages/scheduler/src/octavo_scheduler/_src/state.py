@@ -61,7 +61,7 @@ class SchedulerState(NamedTuple):
     growth: Int32[Array, ""]
     claim: Int32[Array, ""]
     cursor: Int32[Array, ""]
-    costs: Float32[Array, "3 4"]
+    costs: Float32[Array, "4 4"]
 
     @property
     def total_len(self) -> Int32[Array, " sequences"]:
@@ -107,7 +107,7 @@ def empty_state(num_sequences: int, max_len: int, num_tenants: int = 1) -> Sched
         growth=jnp.full((), SHARE_AT_START, jnp.int32),
         claim=jnp.zeros((), jnp.int32),
         cursor=jnp.zeros((), jnp.int32),
-        costs=jnp.zeros((3, 4), jnp.float32),
+        costs=jnp.zeros((4, 4), jnp.float32),
     )
 
 
