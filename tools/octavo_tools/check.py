@@ -66,6 +66,7 @@ def checks(*, fix: bool) -> dict[str, Check]:
         "types": command(*python, "mypy", *sources, "tools/octavo_tools"),
         "imports": command("lint-imports", "--no-logo"),
         "graph": command(sys.executable, "tools/import-graph", *([] if fix else ["--check"])),
+        "ranges": command(sys.executable, "tools/compatibility", *([] if fix else ["--check"])),
         "format": command("ruff", "format", "--output-format=concise", ".", *([] if fix else ["--check"])),
         "lint": command("ruff", "check", "--output-format=concise", ".", *(["--fix"] if fix else [])),
         "lock": lock_is_current,

@@ -63,9 +63,9 @@ class Package:
         return {m[0] for line in self.requirements if (m := re.match(r"octavo-[a-z0-9-]+", line))}
 
 
-def packages() -> list[Package]:
-    """Every member of the workspace, by name."""
-    return [Package(path.parent) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
+def packages(root: Path = ROOT) -> list[Package]:
+    """Every member of the workspace, or of a copy of it, by name."""
+    return [Package(path.parent) for path in sorted(root.glob("packages/*/pyproject.toml"))]
 
 
 def tracked_files() -> list[Path]:
