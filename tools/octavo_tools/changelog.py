@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ class Section(NamedTuple):
 def unreleased(text: str) -> Section | None:
     """The part under `## [Unreleased]`, or under `## [1.2.3] - unreleased`; None where there is neither."""
     headings = list(_HEADING.finditer(text))
-    for heading, following in zip(headings, [*headings[1:], None], strict=True):
+    for heading, following in itertools.zip_longest(headings, headings[1:]):
         if "unreleased" in (heading["version"] + heading["rest"]).lower():
             end = len(text) if following is None else following.start()
             return Section(heading[0], text[heading.end() : end].strip("\n"), heading.start(), end)

@@ -92,7 +92,7 @@ def copy_of(root: Path) -> Iterator[Path]:
     """A clone of what is committed, with its tags and its author; gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="octavo-release-") as folder:
         copy = Path(folder, "copy")
-        git(root, "clone", "--quiet", "--no-hardlinks", str(root), str(copy))
+        git(root, "clone", "--quiet", "--shared", str(root), str(copy))
         for key, default in (("user.name", "Octavo contributors"), ("user.email", "octavo@localhost")):
             known = subprocess.run(["git", "-C", str(root), "config", key], capture_output=True, text=True).stdout.strip()
             git(copy, "config", key, known or default)
@@ -164,9 +164,9 @@ def api_difference(release: Release) -> api.Difference:
 
 
 def _wrong_tree(release: Release) -> Iterator[str]:
-    changed = git(release.root, "status", "--porcelain", "--untracked-files=no").splitlines()
+    changed = git(release.root, "diff", "--name-only", "HEAD").splitlines()
     if changed:
-        yield f"{len(changed)} tracked files have changes that are not committed, the first is {changed[0][3:]}: commit them first"
+        yield f"{len(changed)} tracked files have changes that are not committed, the first is {changed[0]}: commit them first"
 
 
 def _wrong_order(release: Release) -> Iterator[str]:
