@@ -156,8 +156,13 @@ def _download(repo: str, revision: str | None, download_dir: str | None, offline
             tqdm_class=download_bar(),
         )
     except Exception as error:
-        at = f" at revision '{revision}'" if revision else ""
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        how = "it is not in the local cache" if offline else "give a local folder or .gguf file, or check the network and the name"
-        raise CheckpointError(f"cannot get '{repo}'{at} from the hub ({type(error).__name__}): {how}. Cause: {why}") from None
+        raise download_failed(repo, revision, error, offline=offline) from None
     return Path(folder)
+
+
+def download_failed(repo: str, revision: str | None, error: Exception, *, offline: bool = False) -> CheckpointError:
+    """What to tell of a hub client's error."""
+    at = f" at revision '{revision}'" if revision else ""
+    why = " ".join(str(error).split())[:200] or type(error).__name__
+    how = "it is not in the local cache" if offline else "give a local folder or .gguf file, or check the network and the name"
+    return CheckpointError(f"cannot get '{repo}'{at} from the hub ({type(error).__name__}): {how}. Cause: {why}")

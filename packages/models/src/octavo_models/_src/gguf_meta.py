@@ -9,6 +9,7 @@ Source: the GGUF specification of ggml (versions 2 and 3, little-endian).
 from __future__ import annotations
 
 import dataclasses
+import math
 import mmap
 import struct
 from pathlib import Path
@@ -159,13 +160,15 @@ def _tensors(cursor: _Cursor, count: int, metadata: dict[str, Any]) -> dict[str,
     return {row.name: row._replace(offset=start + row.offset) for row in rows}
 
 
+def tensor_bytes(tensor: GgufTensor) -> int:
+    """Bytes of a tensor's data; 0 where its type's size is not known here."""
+    block, size = _TYPE_SIZES.get(tensor.ggml_type, (1, 0))
+    return math.prod(tensor.shape) // block * size
+
+
 def _check_inside(cursor: _Cursor, tensor: GgufTensor, start: int) -> None:
     """Every tensor must lie in the file; where its type's size is not known here, at least its first byte."""
-    block, size = _TYPE_SIZES.get(tensor.ggml_type, (0, 0))
-    elements = 1
-    for extent in tensor.shape:
-        elements *= extent
-    end = start + tensor.offset + (elements // block * size if block else 1)
+    end = start + tensor.offset + (tensor_bytes(tensor) if tensor.ggml_type in _TYPE_SIZES else 1)
     if end > cursor.size:
         raise CheckpointError(f"{cursor.path}: truncated: tensor '{tensor.name}' ends at {end}, the file has {cursor.size} bytes")
 

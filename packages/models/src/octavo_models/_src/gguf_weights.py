@@ -93,12 +93,16 @@ class GGUFWeights:
         order = self._order(name, tensor.num_rows)
         return self._rounded(tensor.rows(self._raw, index if order is None else order[index]))
 
+    def kind(self, name: str) -> str:
+        """How a tensor is coded, by GGUF's name."""
+        return self._tensors[name].kind.name
+
     def blocks(self, name: str) -> tuple[str, np.ndarray]:
         """How a tensor is coded, by GGUF's name, and its coded rows in Hugging Face's order."""
         tensor = self._tensors[name]
         raw = tensor.coded(self._raw)
         order = self._order(name, len(raw))
-        return tensor.kind.name, raw if order is None else raw[order]
+        return self.kind(name), raw if order is None else raw[order]
 
     def _rounded(self, values: np.ndarray) -> np.ndarray:
         return values.astype(BFLOAT16) if self.is_quantised else values
