@@ -14,7 +14,7 @@ FRONTEND = [
     "octavo_engine.config",
     "octavo_server.cli",
 ]
-COMPONENTS = ["octavo_scheduler", "octavo_kvcache", "octavo_kernels", "octavo_models"]
+COMPONENTS = ["octavo_scheduler", "octavo_kvcache", "octavo_kernels", "octavo_models", "octavo_offload"]
 
 
 def loaded_by(module: str) -> set[str]:

@@ -10,6 +10,9 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+TIER_FORMAT = 1
+"""Version of what blocks outside the device consist of; part of every key under which one leaves."""
+
 NAMESPACE_BYTES = 8
 """Bytes of a namespace: two uint32 lanes in the jitted cache."""
 
@@ -46,3 +49,17 @@ def block_keys(tokens: Sequence[int], namespace: bytes, block_size: int, *, pare
         parent = hashlib.sha256(parent + block).digest()
         keys.append(parent)
     return keys
+
+
+def tier_root(namespace: bytes, **facts: str | int) -> bytes:
+    """Where the key chain of a namespace begins in tiers below the device: hand it to `block_keys` as `parent`.
+
+    Args:
+        namespace: What `namespace_of` answered: tenant, salt and adapter.
+        facts: All else that changes the bytes of a block: digest of model and weights, layout, types, ranks, block size.
+
+    Equal in every process and on every machine for equal arguments, whatever their order.
+    """
+    told = {"format": TIER_FORMAT, **facts}
+    parts = [namespace, *(f"{name}={told[name]!r}".encode() for name in sorted(told))]
+    return hashlib.sha256(b"octavo-tier" + b"".join(struct.pack("<I", len(p)) + p for p in parts)).digest()

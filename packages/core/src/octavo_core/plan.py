@@ -67,6 +67,15 @@ class Admitted(NamedTuple):
     status: Int32[Array, " arrivals"]
 
 
+class Loaded(NamedTuple):
+    """A path of blocks made findable from outside: `num_found` of them were cached, `num_new` follow whose KV must be written. 0 pads."""
+
+    block_ids: Int32[Array, " max_blocks"]
+    generations: Int32[Array, " max_blocks"]
+    num_found: Int32[Array, ""]
+    num_new: Int32[Array, ""]
+
+
 class CacheEvents(NamedTuple):
     """What happened in the cache since the last `release`, and how full it is.
 

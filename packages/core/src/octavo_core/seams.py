@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8, UInt32
 
-from octavo_core.plan import Admitted, Arrivals, CacheEvents, Sampled, SamplingArrivals, StepPlan, StepResult
+from octavo_core.plan import Admitted, Arrivals, CacheEvents, Loaded, Sampled, SamplingArrivals, StepPlan, StepResult
 from octavo_core.specs import CacheSpec, KVGroupSpec
+from octavo_core.tiers import Tier as Tier
 from octavo_core.wire import EngineOutput, EngineRequest, EngineStats
 
 C = TypeVar("C")
@@ -92,6 +93,41 @@ class MatchingCache(Protocol[C_in]):
         tenant: Int32[Array, " arrivals"],
     ) -> Int32[Array, " arrivals"]:
         """Leading tokens of each that `admit` would find now; 0 for lengths ≤ 1."""
+
+
+@runtime_checkable
+class LoadingCache(Protocol[C]):
+    """What tiers below the device want of a `PrefixCache` besides: taking in blocks that nobody here computed, and lending out blocks.
+
+    Only for caches whose groups all keep every block: a block has one id in all of them.
+    """
+
+    def load(
+        self,
+        cache: C,
+        tokens: Int32[Array, " max_len"],
+        upto: Int32[Array, ""],
+        reserve: Int32[Array, ""],
+        namespace: UInt32[Array, " 2"],
+        tenant: Int32[Array, ""],
+    ) -> tuple[C, Loaded]:
+        """Make the first `upto` blocks of a prompt findable, and lease them by hand until `unload`.
+
+        Blocks are taken for those that are not cached yet, as far as the pool has any beside `reserve`, evicting if it must. The caller
+        must write their KV before the next step runs.
+        """
+
+    def unload(self, cache: C, loaded: Loaded) -> C:
+        """End that lease; the blocks stay cached."""
+
+    def lend(self, cache: C, high: Float32[Array, ""], low: Float32[Array, ""]) -> tuple[C, Any]:
+        """Where more than the share `high` of the pool is in use, lease some of the blocks that would be evicted next, until `settle`.
+
+        As many as bring it down to `low`, or fewer. The first two fields of a loan are ids (0 pads) and generations.
+        """
+
+    def settle(self, cache: C, loan: Any, stored: Bool[Array, " size"]) -> C:
+        """End a loan: what was `stored` elsewhere and nobody uses is free from now on."""
 
 
 @runtime_checkable

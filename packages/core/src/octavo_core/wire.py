@@ -181,6 +181,41 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int = 20
 
 
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A reading of one tier of KV blocks below the device. Gauges are of now, counters since the start.
+
+    Attributes:
+        name: `host` or `disk`.
+        state: `on`, `read-only` after a failed write, `off` after failed reads.
+        num_leased: Blocks that something is under way with; 0 when idle.
+        num_blocks, used_bytes, total_bytes: Blocks that can be found; storage taken, and allowed.
+        hits, misses: Blocks asked for, by answer; what was corrupt is a miss too.
+        verified, corrupt: Blocks whose checksum was compared, by outcome.
+        stored, dropped, evicted: Blocks taken in, refused, and given up for others.
+        errors: Calls the storage failed.
+        read_bytes, written_bytes, read_s, write_s: Moved, and the time it took, summed over threads.
+    """
+
+    name: str
+    state: str = "on"
+    num_leased: int = 0
+    num_blocks: int = 0
+    used_bytes: int = 0
+    total_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    verified: int = 0
+    corrupt: int = 0
+    stored: int = 0
+    dropped: int = 0
+    evicted: int = 0
+    errors: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_s: float = 0.0
+    write_s: float = 0.0
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A reading of the step loop. Gauges are of now, counters since the start.
 
@@ -194,6 +229,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         preemptions, preempted_tokens: Sequences that gave up their KV, and the tokens of KV they gave up.
         kv_event_batches_dropped: Steps whose KV events were not published because the publisher could not keep up.
         recompiles: Compilations after the engine became ready; a healthy engine shows 0.
+        kv_tiers: Tiers of KV below the device, from near to far; empty where there are none.
     """
 
     is_ready: bool = False
@@ -216,6 +252,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     preempted_tokens: int = 0
     kv_event_batches_dropped: int = 0
     recompiles: int = 0
+    kv_tiers: list[TierStats] = []
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,0 +1,58 @@
+"""Calls with several blocks, each done by a thread of its own; answered once, when the last of them is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from octavo_core.tiers import Answer, Done
+from octavo_offload._src.jobs import Jobs
+
+
+class Tickets:
+    """The calls of one tier that have not been answered."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 0
+        self._open: dict[int, list[Answer | None]] = {}
+        self._done: list[Done] = []
+
+    def start(self, jobs: Jobs, works: Sequence[Callable[[], Answer]], *, urgent: bool = False) -> int:
+        """Run every work as a job; answers the ticket of all. One that raises is a MISS."""
+        ticket = self.open(len(works))
+        for i, work in enumerate(works):
+            jobs.submit(lambda i=i, work=work: self._run(ticket, i, work), urgent=urgent)  # type: ignore[misc]
+        return ticket
+
+    def open(self, count: int) -> int:
+        """A ticket for so many blocks."""
+        with self._lock:
+            ticket, self._next = self._next, self._next + 1
+            if count:
+                self._open[ticket] = [None] * count
+            else:
+                self._done.append(Done(ticket, ()))
+            return ticket
+
+    def _run(self, ticket: int, index: int, work: Callable[[], Answer]) -> None:
+        answer = Answer.MISS
+        try:
+            answer = work()
+        finally:
+            self.answer(ticket, index, answer)
+
+    def answer(self, ticket: int, index: int, answer: Answer) -> None:
+        """One block is done."""
+        with self._lock:
+            answers = self._open[ticket]
+            answers[index] = answer
+            if None not in answers:
+                del self._open[ticket]
+                self._done.append(Done(ticket, tuple(a or Answer.MISS for a in answers)))
+
+    def poll(self) -> list[Done]:
+        """What has ended since the last call."""
+        with self._lock:
+            done, self._done = self._done, []
+        return done
