@@ -1,4 +1,4 @@
-"""Schema-driven fuzzing of the HTTP API: requests made from `/openapi.json`, right and wrong ones; no answer may be a 5xx.
+"""Schema-driven fuzzing of the HTTP API: requests made from `/openapi.json`, right and wrong ones; no answer may be a 5xx or fail to come.
 
 Needs schemathesis. In CI a few hundred cases run in process; at night ten thousand against a real server.
 """
@@ -10,13 +10,14 @@ from collections import Counter
 from typing import Any
 
 import hypothesis
+import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase
 
 
 @dataclasses.dataclass
 class Findings:
-    """What came back: answers by status, and every 5xx in words."""
+    """What came back: answers by status, and in words every 5xx and every one that did not come."""
 
     statuses: Counter[int] = dataclasses.field(default_factory=Counter)
     failures: list[str] = dataclasses.field(default_factory=list)
@@ -37,17 +38,21 @@ def of_url(url: str) -> Any:
     return schemathesis.openapi.from_url(f"{url}/openapi.json")
 
 
-def fuzz(schema: Any, num_cases: int, *, seed: int = 0) -> Findings:
-    """Make about so many requests, the same share for each operation; those with bodies get four times as many."""
+def fuzz(schema: Any, num_cases: int, *, seed: int = 0, **arguments: Any) -> Findings:
+    """Make about so many requests, the same share for each operation; those with bodies get four times as many.
+
+    Args:
+        arguments: Of every call, as `timeout`.
+    """
     operations = [result.ok() for result in schema.get_all_operations()]
     weights = [4 if operation.method.upper() == "POST" else 1 for operation in operations]
     findings = Findings()
     for operation, weight in zip(operations, weights, strict=True):
-        _fuzz_one(operation, max(1, num_cases * weight // sum(weights)), seed, findings)
+        _fuzz_one(operation, max(1, num_cases * weight // sum(weights)), seed, findings, arguments)
     return findings
 
 
-def _fuzz_one(operation: Any, most: int, seed: int, findings: Findings) -> None:
+def _fuzz_one(operation: Any, most: int, seed: int, findings: Findings, arguments: dict[str, Any]) -> None:
     modes = list(schemathesis.GenerationMode)
     for share, mode in enumerate(modes):
         count = most // len(modes) + (share < most % len(modes))
@@ -62,7 +67,11 @@ def _fuzz_one(operation: Any, most: int, seed: int, findings: Findings) -> None:
         )
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
         def one(case: Any) -> None:
-            answer = case.call()
+            try:
+                answer = case.call(**arguments)
+            except requests.RequestException as error:
+                findings.failures.append(f"{case.as_curl_command()}\n-> no answer: {error}")
+                return
             findings.statuses[answer.status_code] += 1
             if answer.status_code >= 500:
                 findings.failures.append(f"{case.as_curl_command()}\n-> {answer.status_code} {answer.text[:500]}")

@@ -27,7 +27,8 @@ PROPERTIES = ("core", "kvcache", "scheduler", "kernels")
 """Packages whose property tests are worth more time."""
 
 GROUPS = ("ops", "comp", "sample", "stop", "stream", "chat", "tokenize", "err", "load", "cache", "auth")
-READY_S = 180.0
+READY_S = 300.0
+ANSWER_S = 120.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,8 +75,8 @@ def fuzz_api(num_cases: int) -> int:
     """Requests made from the server's own schema against a server with the default model; 1 for any 5xx."""
     from octavo_tools import api_fuzz
 
-    with server(("--max-model-len=128", "--max-num-queued-reqs=0", "--disable-access-log")) as url:
-        findings = api_fuzz.fuzz(api_fuzz.of_url(url), num_cases, seed=int(time.strftime("%Y%m%d")))
+    with server(("--max-model-len=64", "--disable-access-log", "--watchdog-timeout=120")) as url:
+        findings = api_fuzz.fuzz(api_fuzz.of_url(url), num_cases, seed=int(time.strftime("%Y%m%d")), timeout=ANSWER_S)
     print(f"api fuzz: {findings.num_cases} requests, answers by status {dict(sorted(findings.statuses.items()))}")
     for failure in findings.failures[:10]:
         print(f"FAIL {failure}")

@@ -15,18 +15,13 @@ import pytest
 
 from octavo_core.errors import CheckpointError, EngineDeadError, OverloadedError, RequestError
 from octavo_core.records import StepRecord, read_log
+from octavo_core.testing.step_core import CRASH, EXIT, MEMORY, NUM_TOKENS, STUCK
 from octavo_core.wire import EngineRequest, FinishReason, SamplingParams
 from octavo_engine.config import EngineConfig
 from octavo_engine.process import ProcessConfig, RemoteEngine, Supervisor, read_flight
 
-TESTS = Path(__file__).parent
-STUCK, CRASH, MEMORY, EXIT = 901, 902, 903, 904
+TOY = "octavo_core.testing.step_core:build"
 NOTICED_S = 5.0
-
-
-@pytest.fixture(autouse=True)
-def toy_on_the_path(monkeypatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
 
 
 def request(name, first=5, count=10**6, **fields):
@@ -40,7 +35,7 @@ def run(body, tmp_path, *, ipc="auto", engine=None, **process):
     async def go():
         config = EngineConfig(**{"seed": 1, **(engine or {})})
         kept = ProcessConfig(**{"flight_recorder_dir": str(tmp_path), "ipc": ipc, **process})
-        with Supervisor(config, kept, core="toy_core:build") as supervisor:
+        with Supervisor(config, kept, core=TOY) as supervisor:
             remote = await RemoteEngine.start(supervisor.folder, supervisor.ipc)
             await remote.ready()
             try:
@@ -221,9 +216,19 @@ def test_a_full_queue_is_no_illness(tmp_path) -> None:
     run(body, tmp_path, engine={"max_num_queued_reqs": 64}, watchdog_timeout=1.0)
 
 
+@pytest.mark.slow
+def test_a_step_may_take_as_long_as_the_watchdog_allows_and_no_stream_ends(tmp_path) -> None:
+    async def body(supervisor, engine):
+        old = supervisor.core_pid
+        assert await tokens(engine, request("slow", 1, 1)) == [2]
+        assert supervisor.core_pid == old
+
+    run(body, tmp_path, engine={"seed": 8000}, watchdog_timeout=60.0)
+
+
 def test_a_core_that_cannot_start_says_why_and_nothing_is_tried_again(tmp_path) -> None:
     with (
-        Supervisor(EngineConfig(model="broken"), core="toy_core:build") as supervisor,
+        Supervisor(EngineConfig(model="broken"), core=TOY) as supervisor,
         pytest.raises(CheckpointError, match="the checkpoint is damaged"),
     ):
         supervisor.wait_ready(20)
@@ -259,7 +264,7 @@ def test_a_frontend_that_dies_gives_its_sequences_back_and_others_go_on(tmp_path
         other.kill()
         await other.wait()
         await until(lambda: engine.stats().num_running <= 1)
-        assert await mine == [(i + 2) % 1000 for i in range(3000)]
+        assert await mine == [(i + 2) % NUM_TOKENS for i in range(3000)]
 
     run(body, tmp_path)
 
@@ -311,7 +316,7 @@ def test_a_core_ends_with_its_supervisor(tmp_path) -> None:
         import os, signal
         from octavo_engine.config import EngineConfig
         from octavo_engine.process import Supervisor
-        supervisor = Supervisor(EngineConfig(), core="toy_core:build").start()
+        supervisor = Supervisor(EngineConfig(), core="octavo_core.testing.step_core:build").start()
         supervisor.wait_ready(20)
         print(supervisor.core_pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

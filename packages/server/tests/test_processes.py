@@ -24,7 +24,7 @@ import pytest
 from octavo_server._src.sockets import url_of
 
 TESTS = Path(__file__).parent
-STUCK, EXIT = 501, 502
+STUCK, EXIT = 501, 504
 LONG = {"prompt": [7], "max_tokens": 4000, "ignore_eos": True}
 
 
@@ -68,7 +68,7 @@ def start(checkpoint, tmp_path, monkeypatch):
 
     def run(*options, model=None, step_ms=2, port=0):
         log = tmp_path / f"log-{len(made)}"
-        command = [sys.executable, "-m", "octavo_server.cli", "serve", str(model or checkpoint), "--core", "toy_core:build"]
+        command = [sys.executable, "-m", "octavo_server.cli", "serve", str(model or checkpoint), "--core", "octavo_core.testing.step_core:build"]
         command += ["--port", str(port), "--host", "127.0.0.1", f"--seed={step_ms}", f"--flight-recorder-dir={tmp_path}", *options]
         with log.open("w") as out:
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
@@ -415,7 +415,7 @@ def test_what_cannot_be_served_ends_with_one_line(checkpoint, monkeypatch, optio
         "octavo_server.cli",
         "serve",
         str(model or checkpoint),
-        "--core=toy_core:build",
+        "--core=octavo_core.testing.step_core:build",
         "--port=0",
         *options,
     ]

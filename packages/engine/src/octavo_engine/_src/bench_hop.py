@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import select
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from octavo_core.bench import Report, summarise
 from octavo_core.frames import pack_outputs, unpack_outputs
@@ -25,6 +26,17 @@ from octavo_engine._src.process.transport import open_transport
 GOALS: Final[dict[str, float | int]] = {"hop.poll": 30, "hop.wake": 200, "hop.unpack_token": 5}
 PAYLOAD: Final = bytes(256)
 NUM_ROWS: Final = 64
+SLEEP_S: Final = 0.002
+IDLE_S: Final = 0.05
+"""So long that neither side finds anything in its caches."""
+_CLOCK: Final = struct.Struct("<q")
+
+
+class Hop(NamedTuple):
+    """Until the frame was in the receiver's hands, by the machine's one clock, and until it was back."""
+
+    there_ns: int
+    there_and_back_ns: int
 
 
 def run(report: Report, *, quick: bool) -> None:
@@ -33,11 +45,13 @@ def run(report: Report, *, quick: bool) -> None:
     for kind in ("iceoryx2", "sockets"):
         suffix = "" if kind == "iceoryx2" else f".{kind}"
         with _echo(kind, sleeps=False) as hop:
-            polled = [hop() // 2 for _ in range(count)]
+            polled = [hop().there_and_back_ns // 2 for _ in range(count)]
             report.take(f"hop.poll{suffix}", summarise(polled), f"{kind}, {len(PAYLOAD)} bytes, half a round trip, both sides poll")
         with _echo(kind, sleeps=True) as hop:
-            woken = [hop(pause_s=0.002) - summarise(polled).median_us * 1e3 for _ in range(count // 10)]
-            report.take(f"hop.wake{suffix}", summarise([int(one) for one in woken]), f"{kind}, the receiver sleeps on its bell")
+            woken = [hop(pause_s=SLEEP_S).there_ns for _ in range(count // 10)]
+            report.take(f"hop.wake{suffix}", summarise(woken), f"{kind}, one way to a receiver that slept {1000 * SLEEP_S:g} ms")
+            idle = [hop(pause_s=IDLE_S).there_ns for _ in range(20 if quick else 100)]
+            report.take(f"hop.wake_idle{suffix}", summarise(idle), f"{kind}, the same after {1000 * IDLE_S:g} ms")
     _per_token(report, count)
 
 
@@ -58,7 +72,7 @@ def _per_token(report: Report, count: int) -> None:
 
 @contextlib.contextmanager
 def _echo(kind: str, *, sleeps: bool) -> Iterator[Any]:
-    """A function that sends a frame to an echoing process and answers the nanoseconds until it is back."""
+    """A function that sends a frame to an echoing process and answers how long it took. It is awake while the other side sleeps."""
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
         transport = open_transport(kind, Path(folder))
         there = Outgoing(transport.sender(f"{folder}/there"))
@@ -69,15 +83,18 @@ def _echo(kind: str, *, sleeps: bool) -> Iterator[Any]:
             back = Incoming(transport.receiver(f"{folder}/back"))
             ringer = Ringer(Path(folder) / "bell")
 
-            def hop(pause_s: float = 0.0) -> int:
-                time.sleep(pause_s)
-                start = time.perf_counter_ns()
+            def hop(pause_s: float = 0.0) -> Hop:
+                end_ns = time.perf_counter_ns() + int(1e9 * pause_s)
+                while time.perf_counter_ns() < end_ns:
+                    pass
+                start_ns = time.perf_counter_ns()
                 there.post(FrameKind.ABORT, PAYLOAD)
                 if sleeps:
                     ringer.ring()
-                while next(back.messages(), None) is None:
+                while (echoed := next(back.messages(), None)) is None:
                     there.flush()
-                return time.perf_counter_ns() - start
+                (arrived_ns,) = _CLOCK.unpack_from(echoed[1])
+                return Hop(arrived_ns - start_ns, time.perf_counter_ns() - start_ns)
 
             for _ in range(20):
                 hop()
@@ -97,7 +114,7 @@ def _be_the_echo(kind: str, folder: str, manner: str) -> None:
             select.select([bell], [], [])
             bell.silence()
         for header, payload in incoming.messages():
-            outgoing.post(FrameKind(header.kind), payload)
+            outgoing.post(FrameKind(header.kind), _CLOCK.pack(time.perf_counter_ns()) + payload[_CLOCK.size :])
         outgoing.flush()
 
 

@@ -50,11 +50,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The supervisor on the core, several times a second."""
+    """The supervisor on the core, several times a second. `watchdog_s`: how long a step may take and the core say nothing."""
 
     generation: int
     phase: Phase
     ipc: str
+    watchdog_s: float
     reason: str | None = None
     card: ModelCard | None = None
     table: Table = []

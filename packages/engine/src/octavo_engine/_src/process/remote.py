@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 FOLLOW_S: Final = 0.1
 ATTACH_S: Final = 2.0
 """A core that does not answer for so long is asked again."""
-SILENT_S: Final = 5.0
-"""A core that says nothing for so long is attached to anew, if the supervisor finds it well."""
+SILENT_FACTOR: Final = 1.5
+"""A core that says nothing for so many times what the watchdog allows is attached to anew, if the supervisor finds it well."""
 MAX_BACKLOG_BYTES: Final = 64 * 2**20
 READ_AT_ONCE: Final = 8
 MAX_UNREAD: Final = 16384
@@ -141,7 +141,7 @@ class _Attachment:
     """The way to one core, and what is under way on it."""
 
     def __init__(self, folder: Path, transport: Transport, state: State, loop: asyncio.AbstractEventLoop, now_s: float) -> None:
-        self.generation = state.generation
+        self.generation, self.silent_s = state.generation, SILENT_FACTOR * state.watchdog_s
         self.name = f"f-{uuid.uuid4().hex[:16]}"
         self.heard_s = now_s
         self.incoming: Incoming | None = None
@@ -284,7 +284,7 @@ class RemoteEngine:
                 attachment.ringer.ring()
             self._read()
         silent_s = self._clock.now_s - attachment.heard_s
-        if silent_s > (SILENT_S if self._is_attached else ATTACH_S):
+        if silent_s > (attachment.silent_s if self._is_attached else ATTACH_S):
             self._lose(f"the engine core has said nothing for {silent_s:.0f} s")
 
     def _obey(self, state: State) -> None:

@@ -68,7 +68,7 @@ class Supervisor:
         self._next_start_s: float | None = 0.0
         self._clock = AwakeClock()
         self._heard_s = self._ready_s = self._said_s = 0.0
-        self.state = State(generation=-1, phase=Phase.STARTING, ipc=self.ipc)
+        self.state = self._state_of(Phase.STARTING)
         self.failure: BaseException | None = None
         self._stopping = threading.Event()
         self._gently = True
@@ -142,9 +142,12 @@ class Supervisor:
             self._watch()
             if self._clock.now_s - self._said_s >= SAY_S:
                 self._say(self.state)
-        self._say(State(generation=self._generation, phase=Phase.STOPPED, ipc=self.ipc, reason="the server is shutting down"))
+        self._say(self._state_of(Phase.STOPPED, reason="the server is shutting down"))
         if self._child is not None:
             self._end(self._child, gently=self._gently)
+
+    def _state_of(self, phase: Phase, **more: Any) -> State:
+        return State(generation=self._generation, phase=phase, ipc=self.ipc, watchdog_s=self.process.watchdog_timeout, **more)
 
     def _say(self, state: State) -> None:
         self.state, self._said_s = state, self._clock.now_s
@@ -167,7 +170,7 @@ class Supervisor:
             self._child.stdin.write(msgspec.json.encode(spec) + b"\n")
             self._child.stdin.flush()  # and stays open: its end tells the core that we are gone
         self._heard_s = self._clock.now_s
-        self._say(State(generation=self._generation, phase=Phase.STARTING, ipc=self.ipc, reason=self.state.reason))
+        self._say(self._state_of(Phase.STARTING, reason=self.state.reason))
 
     def _flight_file(self) -> Path:
         return Path(self.folder) / f"flight-{self._generation}"
@@ -183,8 +186,7 @@ class Supervisor:
                 self._give_up(f"a step has not ended for {report.age_s:.1f} s")
             elif self.state.phase is not Phase.READY:
                 self._ready_s = self._clock.now_s
-                ready = State(generation=self._generation, phase=Phase.READY, ipc=self.ipc, card=report.card, table=report.table)
-                self._say(ready)
+                self._say(self._state_of(Phase.READY, card=report.card, table=report.table))
 
     def _watch(self) -> None:
         if self._child is None:
@@ -210,7 +212,7 @@ class Supervisor:
             return
         was_ready = self.state.phase is Phase.READY
         reason = f"the engine core is gone: {reason}"
-        self._say(State(generation=self._generation, phase=Phase.FAILED, ipc=self.ipc, reason=reason))
+        self._say(self._state_of(Phase.FAILED, reason=reason))
         self._end(child, gently=False)
         self._write_flight()
         self._clean()
