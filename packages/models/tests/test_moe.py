@@ -101,3 +101,9 @@ def test_experts_elsewhere_count_nothing():
         for first in (0, 2, 4)
     ]
     np.testing.assert_allclose(sum(shares), whole, atol=1e-5)
+
+
+def test_nothing_is_chosen_outside_the_best_groups_even_where_all_inside_are_below_zero():
+    moe = MoEConfig(4, 2, 8, scoring="sigmoid", normalise=False, num_groups=2, groups_per_token=1)
+    choice = choose(jnp.array([[0.0, 0.0, -1.0, -1.0]]), jnp.full(4, -2.0), moe)
+    assert sorted(choice.experts[0].tolist()) == [0, 1]

@@ -4,7 +4,7 @@ Knows routing and grouping by expert; knows no family. Tokens are sorted by expe
 whose trip count is data: work follows the experts that are asked, whatever the shape was compiled for.
 
 Source: Switch and Mixtral's top-k softmax (arXiv 2401.04088); DeepSeek-V3's sigmoid scores, correction and groups (arXiv 2412.19437,
-section 2.1.2, masked as in transformers: what lies outside the best groups counts as 0).
+section 2.1.2: outside the best groups nothing is chosen, even where the corrected scores inside are negative).
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def choose(scores: Float32[Array, "tokens experts"], correction: Float32[Array, 
 
 
 def _in_best_groups(wanted: Float32[Array, "tokens experts"], moe: MoEConfig) -> Float32[Array, "tokens experts"]:
-    """Zero outside the groups whose two best experts add up to most."""
+    """−∞ outside the groups whose two best experts add up to most."""
     grouped = wanted.reshape(len(wanted), moe.num_groups, -1)
     merit = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
     _, best = lax.top_k(merit, moe.groups_per_token)
     inside = jnp.any(best[:, None, :] == jnp.arange(moe.num_groups)[:, None], axis=-1)
-    return jnp.where(inside[..., None], grouped, 0.0).reshape(wanted.shape)
+    return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(wanted.shape)
 
 
 class MoE(nnx.Module):
