@@ -1,4 +1,4 @@
-"""The engine's sub-commands of `octavo`: `generate`, `simulate` and `doctor`. Imports no jax until one is chosen."""
+"""The engine's sub-commands of `octavo`: `generate`, `models`, `simulate` and `doctor`. Imports no jax until one is chosen."""
 
 from __future__ import annotations
 
@@ -50,6 +50,24 @@ class Generate:
             print(completion.text)
         llm.close()
         return 0
+
+
+class Models:
+    """`octavo models`: what is on this machine, and what could be."""
+
+    help = "list, download, look into and convert models"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Offer one sub-command for each."""
+        from octavo_engine._src.models_command import add_arguments
+
+        add_arguments(parser)
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Do what was asked."""
+        from octavo_engine._src.models_command import run
+
+        return run(options)
 
 
 class Simulate:
@@ -201,5 +219,6 @@ def _model(name: str | None) -> str:
 
 
 generate = Generate()
+models = Models()
 simulate = Simulate()
 doctor = Doctor()

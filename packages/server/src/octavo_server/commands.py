@@ -1,4 +1,4 @@
-"""The sub-commands this package brings: `serve`, `chat` and `key`. Imports little, so that `octavo --help` is quick."""
+"""The sub-commands this package brings: `serve`, `chat`, `key` and `completion`. Imports little, so that `octavo --help` is quick."""
 
 from __future__ import annotations
 
@@ -62,6 +62,25 @@ class Key:
         return 0
 
 
+class Completion:
+    """`octavo completion`."""
+
+    help = "print a script that completes octavo's words in a shell"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Takes a shell's name."""
+        from octavo_server._src.completion_command import add_arguments
+
+        add_arguments(parser)
+
+    def run(self, namespace: argparse.Namespace) -> int:
+        """Print the script."""
+        from octavo_server._src.completion_command import run
+
+        return run(namespace)
+
+
 serve = Serve()
 chat = Chat()
 key = Key()
+completion = Completion()

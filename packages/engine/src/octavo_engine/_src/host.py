@@ -73,6 +73,11 @@ def run_cpu_programs_in_place() -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
+def device_platform() -> str:
+    """`cpu`, `gpu` or another of JAX's names: of the first device."""
+    return str(jax.devices()[0].platform)
+
+
 def free_bytes() -> int:
     """Device memory not in use: of the first accelerator, or of the machine where the device is the CPU."""
     stats = jax.devices()[0].memory_stats() if jax.devices()[0].platform != "cpu" else None

@@ -61,6 +61,15 @@ class Packer:
         blocks = stored.blocks(model.blocks[0].mlp.down.weight) if hasattr(model.blocks[0].mlp, "down") else None
         return blocks is not None and blocks[0] in NATIVE
 
+    def check(self, model: Any) -> None:
+        """Whether every layer has the form the kernels know; nothing is read or changed.
+
+        Raises:
+            NotImplementedError: Naming what is different.
+        """
+        for block in model.blocks:
+            check_form(block)
+
     def pack(self, model: Any, stored: Stored, quantization: Quantization) -> Packed:
         """Replace every layer and the head.
 
@@ -73,8 +82,7 @@ class Packer:
         Raises:
             NotImplementedError: The model has another form, or its weights cannot be packed so; nothing of it is changed.
         """
-        for block in model.blocks:
-            check_form(block)
+        self.check(model)
         work = _Work(self._library, stored, quantization)
         blocks = [work.block(block) for block in model.blocks]
         head = Head(self._library, work.matrix(model.embed if model.head is None else model.head, is_head=True))
