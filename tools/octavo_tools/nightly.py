@@ -23,7 +23,7 @@ from octavo_tools.environments import SKIPPED
 from octavo_tools.soak import soak
 from octavo_tools.workspace import ROOT
 
-PROPERTIES = ("core", "kvcache", "scheduler", "kernels")
+PROPERTIES = ("core", "kvcache", "scheduler", "kernels", "offload")
 """Packages whose property tests are worth more time."""
 
 GROUPS = ("ops", "comp", "sample", "stop", "stream", "chat", "tokenize", "err", "load", "cache", "auth")

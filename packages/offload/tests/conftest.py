@@ -25,6 +25,7 @@ class FaultyFiles:
     """
 
     def __init__(self, folder: Path, fault: Callable[[str, int], str | None]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self._inner, self.fault, self.slow_s = ThreadFiles(folder), fault, 0.02
         self.told = "faulty " + self._inner.told
 

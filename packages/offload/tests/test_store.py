@@ -185,7 +185,7 @@ def test_more_batches_than_may_wait_are_dropped_and_said_to_be(make_store, piece
     for _ in range(80):
         store.save(keys([1]), [Pending(), pieces_of([1])[1]], told.append)
     assert store.is_busy
-    assert told == [[False]] * 16
+    assert told == [[False]] * 64
     ready.set()
     store.wait_idle(10.0)
     assert len(told) == 80

@@ -106,24 +106,24 @@ class LoadingCache(Protocol[C]):
         self,
         cache: C,
         tokens: Int32[Array, " max_len"],
+        first: Int32[Array, ""],
         upto: Int32[Array, ""],
-        reserve: Int32[Array, ""],
         namespace: UInt32[Array, " 2"],
         tenant: Int32[Array, ""],
     ) -> tuple[C, Loaded]:
-        """Make the first `upto` blocks of a prompt findable, and lease them by hand until `unload`.
+        """Make blocks `first` to `upto` of a prompt findable, as far as those before `first` are, and lease all until `unload`.
 
-        Blocks are taken for those that are not cached yet, as far as the pool has any beside `reserve`, evicting if it must. The caller
-        must write their KV before the next step runs.
+        Blocks are taken for those that are not cached yet, as many as there are, evicting others if it must. The caller
+        writes their KV before the next step runs.
         """
 
     def unload(self, cache: C, loaded: Loaded) -> C:
         """End that lease; the blocks stay cached."""
 
-    def lend(self, cache: C, high: Float32[Array, ""], low: Float32[Array, ""]) -> tuple[C, Any]:
-        """Where more than the share `high` of the pool is in use, lease some of the blocks that would be evicted next, until `settle`.
+    def lend(self, cache: C, *, high: float, low: float, size: int) -> tuple[C, Any]:
+        """Where more than the share `high` of the pool is in use, lend some of the blocks that would be evicted next, until `settle`.
 
-        As many as bring it down to `low`, or fewer. The first two fields of a loan are ids (0 pads) and generations.
+        As many as bring it down to `low`, at most `size`. A loan is a tuple of arrays: first ids (0 pads), then generations.
         """
 
     def settle(self, cache: C, loan: Any, stored: Bool[Array, " size"]) -> C:

@@ -7,7 +7,7 @@ from typing import Final
 
 from octavo_core.config import option
 from octavo_core.errors import ConfigError
-from octavo_engine._src import kv_events_config
+from octavo_engine._src import kv_events_config, kv_offload_config
 
 MODEL: Final = "model"
 CACHE: Final = "KV cache"
@@ -55,7 +55,13 @@ class EngineConfig:
     kv_events_config: str | None = option(
         None, 'Publish KV events over ZeroMQ: JSON such as {"enable_kv_cache_events": true}', group=CACHE, metavar="JSON"
     )
-    cpu_offload_gb: float = option(0.0, "Not supported yet; must be 0", group=CACHE)
+    kv_offload: str | None = option(
+        None,
+        "Tiers of KV below the device, such as host=4GiB,disk=/nvme/kv:50GiB; every block read back is verified",
+        group=CACHE,
+        metavar="TIERS",
+    )
+    cpu_offload_gb: float = option(0.0, "GiB of host memory for KV below the device; short for --kv-offload host=", group=CACHE)
 
     max_num_seqs: int = option(0, "Most sequences in a step", group=SCHEDULING)
     max_num_batched_tokens: int = option(0, "Most new tokens in a step", group=SCHEDULING)
@@ -177,8 +183,8 @@ class EngineConfig:
             raise ConfigError("--expert-parallel divides experts among the devices of --tensor-parallel-size, which is 1; raise it")
         if self.kv_cache_dtype not in ("auto", "bfloat16", "float32"):
             raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype} is not supported yet; use auto, bfloat16 or float32")
-        if self.cpu_offload_gb:
-            raise ConfigError(f"--cpu-offload-gb {self.cpu_offload_gb:g} is not supported yet; leave it out")
+        if kv_offload_config.parse(self.kv_offload, self.cpu_offload_gb).is_wanted and not self.enable_prefix_caching:
+            raise ConfigError("--kv-offload keeps cached prefixes; leave out --no-enable-prefix-caching")
         if not self.enable_chunked_prefill:
             raise ConfigError("--enable-chunked-prefill=false is not supported: prompts are always computed in chunks")
 

@@ -6,6 +6,7 @@ disk tier asks of the system. No jax, no model, no cache: blocks are bytes under
 """
 
 from octavo_offload._src.checksum import checksum
+from octavo_offload._src.digest import content_digest
 from octavo_offload._src.disk import DiskTier
 from octavo_offload._src.files import Files, ThreadFiles
 from octavo_offload._src.host import HostTier
@@ -29,5 +30,6 @@ __all__ = [
     "ThreadFiles",
     "TieredStore",
     "checksum",
+    "content_digest",
     "open_tiers",
 ]

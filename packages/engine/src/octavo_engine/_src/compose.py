@@ -25,6 +25,7 @@ from octavo_core.specs import CacheSpec, KVGroupSpec
 from octavo_core.wire import ModelCard
 from octavo_engine._src import host, kv_events_config, plug, sizing, weights
 from octavo_engine._src.compiles import CompileCounter
+from octavo_engine._src.compose_tiers import build_tiers
 from octavo_engine._src.core import EngineCore, Overlap
 from octavo_engine._src.device import DevicePrograms, DeviceState
 from octavo_engine._src.kv_events import KVEvents
@@ -85,6 +86,8 @@ class Built:
     def close(self) -> None:
         """Stop listening for compilations, publish what is left, close the logs."""
         self.compiles.close()
+        if self.core.offload is not None:
+            self.core.offload.close()
         if self.kv_events is not None:
             self.kv_events.close()
         self.logs.close()
@@ -161,7 +164,8 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     if kv_events is not None:
         kv_events.begin(groups, spec.block_size)
         table.append(("KV events", *kv_events.told))
-    core = EngineCore(config, card, planner, runner, template, logs, kv_events, overlap=overlap)
+    offload = build_tiers(config, checkpoint, loaded, attention, runner, planner, cache, table)
+    core = EngineCore(config, card, planner, runner, template, logs, kv_events, overlap=overlap, offload=offload)
     table.append(("start", f"{time.monotonic() - started_s:.1f} s", "from nothing to ready"))
     host.return_freed_memory()
     compiles.arm()

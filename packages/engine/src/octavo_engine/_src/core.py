@@ -3,6 +3,8 @@
 Who owns what: the queue and `Sequence` records belong to the host; a slot belongs to a sequence from its arrival until the plan
 that releases it; blocks belong to the cache's state, which the planner owns; KV bytes to the runner. With overlap step k+1 is
 planned before step k's tokens are read, so what the host learns reaches the scheduler one or two steps late.
+
+Size: the one loop, whose order of events is easier to follow in one place.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from octavo_engine._src.intake import Queue, fill_arrivals, fill_sampling
 from octavo_engine._src.kv_events import KVEvents
 from octavo_engine._src.logs import Logs, prefill_pairs
 from octavo_engine._src.occupancy import Occupancy
+from octavo_engine._src.offload import Offload
 from octavo_engine._src.planner import Planner
 from octavo_engine._src.runner import Dispatched, ModelRunner
 from octavo_engine._src.sequence import NO_DEADLINE, Sequence
@@ -33,6 +36,9 @@ from octavo_engine._src.validate import check_request
 from octavo_engine.config import EngineConfig
 
 _LOG = logging.getLogger(__name__)
+
+_LOADING_S = 0.002
+"""How long a turn waits where all there is to do is to wait for bytes."""
 
 Overlap = Literal["off", "beside", "in flight"]
 """`beside`: where a dispatch returns when the step is done (a CPU), the next plan is made in a second thread meanwhile. `in flight`:
@@ -53,6 +59,7 @@ class EngineCore:
         logs: Where steps and finished sequences are written.
         kv_events: Told what each step changed in the cache; None: nobody is.
         overlap: How planning hides behind computing, see `Overlap`.
+        offload: Tiers of KV below the device; None: there are none.
     """
 
     def __init__(
@@ -66,8 +73,9 @@ class EngineCore:
         kv_events: KVEvents | None,
         *,
         overlap: Overlap,
+        offload: Offload | None = None,
     ) -> None:
-        self._overlap = overlap
+        self._overlap, self.offload = overlap, offload
         self._planning = concurrent.futures.ThreadPoolExecutor(1, "octavo-planner") if overlap == "beside" else Inline()
         self._ahead: Ahead | None = None
         self._ready_s = 0.0
@@ -136,7 +144,9 @@ class EngineCore:
             sequence.deadline = int(max(-NO_DEADLINE, min(due_s * 100, NO_DEADLINE - 1)))
         self._order += 1
         self._live[request.request_id] = sequence
-        self._queue.push(sequence)
+        may_load = self.offload is not None and self.config.enable_prefix_caching and not sequence.wants_prompt_scores
+        if not (may_load and self.offload is not None and self.offload.begin(sequence)):
+            self._queue.push(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; unknown ids are ignored."""
@@ -153,6 +163,22 @@ class EngineCore:
 
     def turn(self) -> list[EngineOutput]:
         """Run one planned step and collect it (or, with steps in flight, the one before it)."""
+        if self.offload is not None:
+            return self._turn_with_tiers(self.offload)
+        return self._turn()
+
+    def _turn_with_tiers(self, offload: Offload) -> list[EngineOutput]:
+        offload.is_amid_turn = True
+        offload.catch_up()
+        outputs = self._turn()
+        if not self.has_work:
+            offload.idle()
+        elif not (outputs or self._in_flight or self._ahead) and offload.num_loading == len(self._live):
+            offload.wait(_LOADING_S)
+        offload.is_amid_turn = False
+        return outputs
+
+    def _turn(self) -> list[EngineOutput]:
         if not self.has_work:
             self._ready_s = 0.0
             return []
@@ -170,6 +196,8 @@ class EngineCore:
     def _start_plan(self) -> Ahead:
         """Give free slots to queued sequences and begin the next plan: beside the running step, or here and now."""
         self._end_those_that_waited_too_long()
+        for sequence in self.offload.arrived() if self.offload is not None else ():
+            self._queue.push(sequence)
         newcomers: list[Sequence] = []
         waiting = Counter[int]()
         if len(self._queue):  # in a steady step nobody is queued, and nobody need be counted
@@ -185,6 +213,8 @@ class EngineCore:
             waiting[sequence.request.tenant] += 1
         if newcomers:
             self._runner.begin(fill_sampling(jax.tree.map(np.copy, self._sampling_template), newcomers))
+        if self.offload is not None:
+            self.offload.admit(newcomers)
         arrivals = None
         if newcomers or self._waiting_in_plan:
             arrivals = fill_arrivals(self.planner.empty_arrivals(), newcomers, use_prefix=self.config.enable_prefix_caching)
@@ -204,10 +234,16 @@ class EngineCore:
             self._end(sequence, sequence.end(FinishReason.ERROR, error))
 
     def _run_planner(self, arrivals: Arrivals | None, result: StepResult) -> tuple[StepPlan, float]:
-        start_s = time.monotonic()
+        start_s, offload = time.monotonic(), self.offload
+        if offload is not None:
+            offload.load()
         if arrivals is not None:
             self.planner.arrive(arrivals)
+        if offload is not None:
+            offload.unload()
         plan = self.planner.step(result)
+        if offload is not None:
+            offload.lend(plan)
         return plan, time.monotonic() - start_s
 
     def _finish_plan(self, ahead: Ahead) -> tuple[StepPlan, float]:
@@ -215,6 +251,8 @@ class EngineCore:
         self._occupancy.follow(plan, ahead.leaving)
         if self._kv_events is not None:  # while the slots of those who leave still name them
             self._kv_events.take(plan.events, self._slots)
+        if self.offload is not None:
+            self.offload.follow(plan, self._slots)
         for slot in ahead.leaving:
             self._slots[slot] = None
             self._free_slots.append(slot)
@@ -231,6 +269,8 @@ class EngineCore:
             if sequence is not None and sequence.started_s is None:
                 sequence.started_s = now_s
                 self._note_first_step(sequence, int(plan.cached_len[i]))
+                if self.offload is not None and sequence.cached_len:
+                    self.offload.reuse(sequence, plan.block_table[0, i], sequence.cached_len)
         preempted = self._note_preemption(int(plan.preempted), int(plan.lost_len))
         idle_s = max(0.0, time.monotonic() - self._ready_s) if self._ready_s else plan_s
         dispatched = self._runner.dispatch(plan)
@@ -298,6 +338,8 @@ class EngineCore:
         """Tell the scheduler how long the step took, from when the device was free for it."""
         plan = flight.dispatched.plan
         num_single = int(plan.num_single)
+        if self.offload is not None:
+            self.offload.learn(now_s - max(flight.dispatched.started_s, self._ready_s), int(plan.num_tokens) - num_single)
         self._result = self._result._replace(
             step_s=np.float32(now_s - max(flight.dispatched.started_s, self._ready_s)),  # type: ignore[arg-type]
             num_decodes=np.int32(num_single),  # type: ignore[arg-type]
@@ -322,6 +364,8 @@ class EngineCore:
             self._leaving.append(sequence.slot)
         else:
             self._queue.discard(sequence)
+        if self.offload is not None:
+            self.offload.forget(sequence)
         self._logs.request(sequence, self._started_s, time.monotonic())
 
     def _drain(self) -> list[EngineOutput]:
@@ -365,7 +409,7 @@ class EngineCore:
         wasted, waste = self._occupancy.read()
         return EngineStats(
             num_running=gauges["running"] if self._live else 0,
-            num_waiting=self._waiting_in_plan + len(self._queue),
+            num_waiting=self._waiting_in_plan + len(self._queue) + (0 if self.offload is None else self.offload.num_loading),
             kv_usage=1.0 - (gauges["free"] + gauges["evictable"]) / usable,
             kv_wasted_slots=wasted,
             kv_waste=waste,
@@ -380,4 +424,5 @@ class EngineCore:
             preemptions=count["preemptions"],
             preempted_tokens=count["preempted"],
             kv_event_batches_dropped=0 if self._kv_events is None else self._kv_events.num_dropped,
+            kv_tiers=[] if self.offload is None else self.offload.stats(),
         )

@@ -5,6 +5,7 @@ Knows when `arrive` has to run; knows nothing of requests or devices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,6 +75,23 @@ class Planner:
     def arrive(self, arrivals: Arrivals) -> None:
         """Hand over new sequences (or none) and let waiting ones in."""
         self._state = self._arrive(self._state, arrivals)
+
+    def cache_program(self, run: Callable[..., tuple[Any, ...]], *like: Any) -> Callable[..., list[Any]]:
+        """Compile an operation on the cache beside the step: `run(cache, *like)` answers the cache and more, which the call answers."""
+
+        def packed_run(packed: Any, *arguments: Any) -> tuple[Any, list[Any]]:
+            state, cache = self._states.unpack(*packed)
+            cache, *answers = run(cache, *arguments)
+            return self._states.pack((state, cache)), answers
+
+        with jax.default_device(self._cpu):
+            program = jax.jit(packed_run, donate_argnums=0, compiler_options=_OPTIONS).lower(self._state, *like).compile()
+
+        def call(*arguments: Any) -> list[Any]:
+            self._state, answers = program(self._state, *arguments)
+            return jax.tree.map(np.asarray, answers)  # type: ignore[no-any-return]
+
+        return call
 
     @property
     def state(self) -> tuple[Any, Any]:

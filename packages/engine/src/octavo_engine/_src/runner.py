@@ -130,6 +130,20 @@ class ModelRunner:
         return self._programs
 
     @property
+    def compiler(self) -> _Compiler:
+        """How its programs are compiled."""
+        return self._compiler
+
+    @property
+    def kv(self) -> tuple[tuple[Any, ...], ...]:
+        """KV of each segment, of each of its layers. Set it to what a program made of it."""
+        return self._state.kv
+
+    @kv.setter
+    def kv(self, kv: tuple[tuple[Any, ...], ...]) -> None:
+        self._state = self._state._replace(kv=kv)
+
+    @property
     def shapes(self) -> tuple[Bucket, ...]:
         """Step shapes from small to large."""
         return self._shapes

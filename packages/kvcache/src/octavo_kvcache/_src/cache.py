@@ -13,12 +13,14 @@ import jax
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from octavo_core.errors import ConfigError
-from octavo_core.plan import Admitted, CacheEvents
+from octavo_core.plan import Admitted, CacheEvents, Loaded
 from octavo_core.specs import CacheSpec
 from octavo_kvcache._src.admit import admit, look_up
 from octavo_kvcache._src.checks import check_array, check_like
 from octavo_kvcache._src.commit import commit
 from octavo_kvcache._src.grow import grow
+from octavo_kvcache._src.lease import Loan, settle
+from octavo_kvcache._src.load import lend_surplus, load, unload
 from octavo_kvcache._src.policy import EvictionPolicy, named_policy
 from octavo_kvcache._src.release import release
 from octavo_kvcache._src.state import CacheState, empty, layout_of
@@ -28,6 +30,8 @@ _TOKENS_PER_STEP: Final = 2048
 
 class RadixCache:
     """A `PrefixCache` over pools of blocks: a prefix tree, evicted leaf first in the order of a policy.
+
+    Size: a method for each operation of the seams, each with its checks.
 
     In whole groups (full attention, MLA latent) a sequence holds the same number of blocks, with the same ids. In side groups
     (sliding window, recurrent state) it holds the last few, and a prefix is found only as far as they are there. Methods are pure;
@@ -153,6 +157,34 @@ class RadixCache:
         self._check_state(cache)
         self._check("done", done, (self.spec.max_sequences,), "bool")
         return release(self.spec, cache, done, policy=self.policy)
+
+    def load(
+        self,
+        cache: CacheState,
+        tokens: Int32[Array, " max_len"],
+        first: Int32[Array, ""],
+        upto: Int32[Array, ""],
+        namespace: UInt32[Array, " 2"],
+        tenant: Int32[Array, ""],
+    ) -> tuple[CacheState, Loaded]:
+        """Make blocks of a prompt findable that come from outside, and lease them; `octavo_core.seams.LoadingCache`."""
+        self._check_state(cache)
+        self._check("tokens", tokens, (self.spec.max_len,))
+        radix, loaded = load(self.spec, cache.radix, tokens, first, upto, namespace, tenant, policy=self.policy, quotas=self.quotas)
+        return cache._replace(radix=radix), loaded
+
+    def unload(self, cache: CacheState, loaded: Loaded) -> CacheState:
+        """End that lease."""
+        return cache._replace(radix=unload(cache.radix, loaded, policy=self.policy))
+
+    def lend(self, cache: CacheState, *, high: float, low: float, size: int) -> tuple[CacheState, Loan]:
+        """Where more than the share `high` is in use, lend at most `size` blocks of what is above `low`, those evicted next."""
+        radix, loan = lend_surplus(self.spec, cache.radix, high=high, low=low, size=size, policy=self.policy)
+        return cache._replace(radix=radix), loan
+
+    def settle(self, cache: CacheState, loan: Loan, stored: Bool[Array, " size"]) -> CacheState:
+        """End a loan; what was stored and nobody uses is free."""
+        return cache._replace(radix=settle(cache.radix, loan, stored)[0])
 
     def _tables(self, cache: CacheState) -> Int32[Array, "groups sequences max_blocks"]:
         return cache.sequences.block_table[layout_of(self.spec).offset :]

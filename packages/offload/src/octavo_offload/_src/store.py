@@ -28,7 +28,7 @@ from octavo_offload._src.policy import Chooser, Meter
 
 _LOG = logging.getLogger(__name__)
 
-MAX_WAITING: Final = 64
+MAX_WAITING: Final = 16
 """Batches that may wait to be copied down; those beyond are dropped."""
 
 

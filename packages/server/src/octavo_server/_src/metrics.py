@@ -47,6 +47,28 @@ _COUNTERS = (
     ),
 )
 
+_TIER_GAUGES = (
+    ("kv_tier_blocks", "KV blocks that can be found in a tier below the device", "num_blocks"),
+    ("kv_tier_used_bytes", "Storage a tier has taken", "used_bytes"),
+    ("kv_tier_total_bytes", "Storage a tier may take", "total_bytes"),
+    ("kv_tier_leased_blocks", "Blocks of a tier that something is under way with", "num_leased"),
+)
+_TIER_COUNTERS = (
+    ("kv_tier_hits", "Blocks a tier answered, verified", "hits"),
+    ("kv_tier_misses", "Blocks a tier was asked for and did not answer", "misses"),
+    ("kv_tier_verified", "Blocks whose checksum was right", "verified"),
+    ("kv_tier_corrupt", "Blocks whose checksum was wrong: they count as misses", "corrupt"),
+    ("kv_tier_stored", "Blocks a tier took in", "stored"),
+    ("kv_tier_dropped", "Blocks a tier refused", "dropped"),
+    ("kv_tier_evicted", "Blocks a tier gave up for others", "evicted"),
+    ("kv_tier_errors", "Calls the storage of a tier failed", "errors"),
+    ("kv_tier_read_bytes", "Bytes read from a tier", "read_bytes"),
+    ("kv_tier_written_bytes", "Bytes written to a tier", "written_bytes"),
+    ("kv_tier_read_seconds", "Time reading took, summed over threads", "read_s"),
+    ("kv_tier_write_seconds", "Time writing took, summed over threads", "write_s"),
+)
+_TIER_STATES = ("on", "read-only", "off")
+
 
 class _EngineCollector(Collector):
     """Metrics of the newest `EngineStats`."""
@@ -68,6 +90,24 @@ class _EngineCollector(Collector):
         in_flight.add_metric([self._model_name], len(self._live))
         yield in_flight
         yield self._cache_config(stats)
+        yield from self._tiers(stats)
+
+    def _tiers(self, stats: EngineStats) -> Iterator[Metric]:
+        """Of each tier below the device; nothing where there are none."""
+        if not stats.kv_tiers:
+            return
+        labels = [_LABEL, "tier"]
+        for kind, rows in ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS)):
+            for name, text, field in rows:
+                family = kind(f"octavo:{name}", text, labels=labels)
+                for tier in stats.kv_tiers:
+                    family.add_metric([self._model_name, tier.name], getattr(tier, field))
+                yield family
+        state = GaugeMetricFamily("octavo:kv_tier_state", "1 for the state a tier is in", labels=[*labels, "state"])
+        for tier in stats.kv_tiers:
+            for name in _TIER_STATES:
+                state.add_metric([self._model_name, tier.name, name], int(tier.state == name))
+        yield state
 
     def _cache_config(self, stats: EngineStats) -> Metric:
         info = GaugeMetricFamily(

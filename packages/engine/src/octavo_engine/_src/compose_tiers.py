@@ -1,0 +1,88 @@
+"""The part of composing that is about tiers below the device: names `octavo_offload`, touches disk, host memory and the compiler."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import jax
+
+from octavo_core.errors import ConfigError
+from octavo_core.keys import tier_root
+from octavo_core.seams import AttentionBackend, LoadingCache, PrefixCache
+from octavo_core.specs import CacheSpec
+from octavo_engine._src import kv_offload_config
+from octavo_engine._src.block_mover import BlockMover
+from octavo_engine._src.kv_facts import kv_facts
+from octavo_engine._src.lending import Lending
+from octavo_engine._src.offload import Offload
+from octavo_engine._src.planner import Planner
+from octavo_engine._src.runner import ModelRunner
+from octavo_engine._src.weights import Loaded
+from octavo_engine.config import EngineConfig
+from octavo_models.checkpoints import Checkpoint
+from octavo_offload import content_digest, open_tiers
+
+Table = list[tuple[str, str, str]]
+
+
+def build_tiers(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    loaded: Loaded,
+    attention: AttentionBackend[Any],
+    runner: ModelRunner,
+    planner: Planner,
+    cache: PrefixCache[Any],
+    table: Table,
+) -> Offload | None:
+    """Tiers below the device, and the programs that move blocks; None where none are wanted.
+
+    Raises:
+        ConfigError: The cache, the model or the folder does not allow it.
+    """
+    tiers = kv_offload_config.parse(config.kv_offload, config.cpu_offload_gb)
+    if not tiers.is_wanted:
+        return None
+    started_s, spec = time.monotonic(), planner.spec
+    checked = _check(config, cache, spec)
+    mover = BlockMover(runner)
+    facts = kv_facts(config, checkpoint, loaded, attention, spec, mover.piece_bytes, content_digest(checkpoint.weight_files))
+    on_cpu = jax.default_backend() == "cpu"
+    try:
+        store = open_tiers(
+            mover.piece_bytes, host_bytes=tiers.host_bytes, disk=tiers.disk, identity=tier_root(b"", **facts), lock=not on_cpu
+        )
+    except OSError as error:
+        raise ConfigError(f"--kv-offload: the tiers cannot be opened: {error}; choose another folder or size") from None
+    host_size = store.host.capacity().total_bytes
+    table.append(
+        ("KV host tier", f"{host_size / 2**20:.0f} MiB", f"{store.host.slab.told}; blocks of {sum(mover.piece_bytes)} bytes")
+    )
+    if store.disk is not None and tiers.disk is not None:
+        table.append(("KV disk tier", f"{tiers.disk[0]}, {tiers.disk[1] / 2**20:.0f} MiB", store.disk.told))
+    offload = Offload(
+        store,
+        mover,
+        Lending(planner, checked),
+        spec.block_size,
+        functools.cache(functools.partial(tier_root, **facts)),
+        token_s=1e-3 if on_cpu else 2e-5,
+    )
+    table.append(("KV tiers", f"{time.monotonic() - started_s:.1f} s", "weights digested, folder read, programs compiled"))
+    return offload
+
+
+def _check(config: EngineConfig, cache: PrefixCache[Any], spec: CacheSpec) -> LoadingCache[Any]:
+    if not isinstance(cache, LoadingCache):
+        raise ConfigError(
+            f"--kv-offload wants a prefix cache that takes blocks in; {type(cache).__name__} has no load, unload, lend, settle"
+        )
+    if len(spec.whole_groups) < spec.groups:
+        raise ConfigError(
+            f"--kv-offload serves models whose layers keep all of their KV; this one's groups are {', '.join(spec.kinds)}"
+        )
+    if config.tensor_parallel_size > 1:
+        raise ConfigError("--kv-offload is not supported with --tensor-parallel-size above 1; leave one of them out")
+    return cache

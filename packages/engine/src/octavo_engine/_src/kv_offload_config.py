@@ -1,0 +1,75 @@
+"""What `--kv-offload` and `--cpu-offload-gb` say. Imports no jax and opens nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Final
+
+from octavo_core.errors import ConfigError
+
+FLAG: Final = "--kv-offload"
+_UNITS: Final = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([bkmgt]?)(?:i?b)?", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiers:
+    """Tiers below the device; none where both are absent.
+
+    Attributes:
+        host_bytes: Of host memory; 0: no tier there.
+        disk: Folder and byte budget.
+    """
+
+    host_bytes: int = 0
+    disk: tuple[Path, int] | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Any tier at all."""
+        return self.host_bytes > 0 or self.disk is not None
+
+
+def parse(text: str | None, cpu_offload_gb: float = 0.0) -> Tiers:
+    """Read both flags; `--cpu-offload-gb` is the host tier's short form.
+
+    Raises:
+        ConfigError: One says something that cannot be; the message names the flag.
+    """
+    if not 0 <= cpu_offload_gb < 1 << 20:
+        raise ConfigError(f"--cpu-offload-gb is a size in GiB of at least 0, got {cpu_offload_gb:g}")
+    host_bytes, disk = int(cpu_offload_gb * 2**30), None
+    seen: set[str] = set()
+    for part in filter(None, (text or "").split(",")):
+        name, _, value = part.strip().partition("=")
+        if name in seen:
+            raise ConfigError(f"{FLAG} names {name} twice: '{text}'")
+        seen.add(name)
+        if name == "host":
+            if host_bytes:
+                raise ConfigError(f"{FLAG} host= and --cpu-offload-gb both say how large the host tier is; give one of them")
+            host_bytes = _size(value, part)
+        elif name == "disk":
+            disk = _disk(value, part)
+        elif name == "remote":
+            raise ConfigError(f"{FLAG} remote= is not supported in this version; use host= and disk=")
+        else:
+            raise ConfigError(f"{FLAG} knows host=SIZE and disk=PATH:SIZE, such as host=4GiB,disk=/nvme/kv:50GiB; got '{part}'")
+    return Tiers(host_bytes, disk)
+
+
+def _disk(value: str, part: str) -> tuple[Path, int]:
+    path, colon, size = value.rpartition(":")
+    if not colon or not path:
+        raise ConfigError(f"{FLAG} disk= is a folder and a size such as disk=/nvme/kv:50GiB, got '{part}'")
+    return Path(path).expanduser(), _size(size, part)
+
+
+def _size(text: str, part: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    if size <= 0:
+        raise ConfigError(f"{FLAG} wants a size above 0 such as 4GiB or 512M, got '{part}'")
+    return size

@@ -1,0 +1,76 @@
+"""The cache's side of the tiers below the device: blocks that come in, and blocks lent out to be copied, in programs beside the step.
+
+Called by whoever plans, between plans. Knows no bytes and no tier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+import numpy as np
+
+from octavo_core.plan import Loaded
+from octavo_core.seams import LoadingCache
+from octavo_engine._src.planner import Planner
+
+HIGH: Final = 0.88
+"""Share of the pool above which blocks are demoted."""
+LOW: Final = 0.8
+LENT_AT_ONCE: Final = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Blocks `first` to `upto` of a prompt that wait on the host."""
+
+    tokens: list[int]
+    first: int
+    upto: int
+    namespace: bytes
+    tenant: int
+
+
+class Lending:
+    """Compiled at start.
+
+    Args:
+        planner: Carries the cache.
+        cache: With what tiers want of it.
+    """
+
+    def __init__(self, planner: Planner, cache: LoadingCache[Any]) -> None:
+        spec = planner.spec
+        self._max_len, self._usable = spec.max_len, spec.num_blocks[0] - 1
+        one = np.int32(0)
+        self._load = planner.cache_program(cache.load, np.zeros(spec.max_len, np.int32), one, one, np.zeros(2, np.uint32), one)
+        blocks = np.zeros(spec.max_blocks, np.int32)
+        self._unload = planner.cache_program(lambda c, loaded: (cache.unload(c, loaded),), Loaded(blocks, blocks, one, one))
+        self._lend = planner.cache_program(lambda c: cache.lend(c, high=HIGH, low=LOW, size=LENT_AT_ONCE))
+        (self.no_loan,) = self._lend()  # nothing is used yet, so nothing is lent
+        stored = np.zeros(LENT_AT_ONCE, bool)
+        self._settle = planner.cache_program(lambda c, loan, stored: (cache.settle(c, loan, stored),), self.no_loan, stored)
+
+    def load(self, wanted: Load) -> Loaded:
+        """Make blocks findable and lease them."""
+        tokens = np.zeros(self._max_len, np.int32)
+        tokens[: len(wanted.tokens)] = wanted.tokens
+        namespace = np.frombuffer(wanted.namespace, np.uint32)
+        (loaded,) = self._load(tokens, np.int32(wanted.first), np.int32(wanted.upto), namespace, np.int32(wanted.tenant))
+        return loaded  # type: ignore[no-any-return]
+
+    def unload(self, loaded: Loaded) -> None:
+        """End that lease."""
+        self._unload(loaded)
+
+    def is_crowded(self, num_free: int) -> bool:
+        """Whether so few free blocks mean that some are to be demoted."""
+        return self._usable - num_free > int(HIGH * self._usable)
+
+    def lend(self) -> Any:
+        """Blocks to copy elsewhere, leased."""
+        return self._lend()[0]
+
+    def settle(self, loan: Any, stored: list[bool]) -> None:
+        """End a loan."""
+        self._settle(loan, np.array([*stored, *[False] * (LENT_AT_ONCE - len(stored))], bool))

@@ -1,0 +1,279 @@
+"""KV below the device in a running engine: the same tokens as without it, whatever happens to the tiers."""
+
+import functools
+import itertools
+import os
+import time
+
+import numpy as np
+import pytest
+
+from octavo_core.errors import ConfigError
+from octavo_core.keys import namespace_of, tier_root
+from octavo_core.wire import EngineRequest, SamplingParams
+from octavo_engine._src.kv_offload_config import parse
+from octavo_engine._src.offload import Offload
+from octavo_engine.config import EngineConfig
+from octavo_offload import open_tiers
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+NAMES = itertools.count()
+
+
+class Served:
+    """One engine whose tiers, and whose device cache, can be replaced as a restart would."""
+
+    def __init__(self, llm):
+        self.llm, self.core = llm, llm.core
+        self.first = llm.core.offload
+        self.first.close()
+
+    def restart(self, path, *, revision="a", host_bytes=8 << 20, disk_bytes=64 << 20, files=None):
+        """Forget everything but what is on disk."""
+        self.stop()
+        facts = {"revision": revision}
+        store = open_tiers(
+            self.first._mover.piece_bytes,
+            host_bytes=host_bytes,
+            disk=(path, disk_bytes) if path else None,
+            identity=tier_root(b"", **facts),
+            files=files,
+        )
+        self.core.planner.reset()
+        root = functools.partial(tier_root, **facts)
+        self.core.offload = Offload(store, self.first._mover, self.first._lending, 16, root, token_s=10.0, learns=False)
+        return self.core.offload
+
+    def stop(self):
+        if self.core.offload is not None:
+            self.idle()
+            self.core.offload.close()
+            self.core.offload = None
+
+    def idle(self):
+        while self.core.has_work:
+            self.core.turn()
+        self.core.offload.store.wait_idle(20.0)
+
+    def ask(self, *prompts, tenant="", abort=()):
+        """Tokens and cached tokens of each prompt, all at once."""
+        names = [f"r{next(NAMES)}" for _ in prompts]
+        for name, prompt in zip(names, prompts, strict=True):
+            self.core.add(EngineRequest(request_id=name, prompt_ids=prompt, sampling=GREEDY, namespace=namespace_of(tenant)))
+        tokens, cached = {n: [] for n in names}, dict.fromkeys(names, 0)
+        for name in (names[i] for i in abort):
+            self.core.abort(name)
+        end = time.monotonic() + 60
+        while self.core.has_work:
+            assert time.monotonic() < end, "the engine ends what it was asked"
+            for out in self.core.turn():
+                tokens[out.request_id] += out.token_ids
+                cached[out.request_id] = max(cached[out.request_id], out.num_cached_tokens)
+        return [(tokens[n], cached[n]) for n in names]
+
+
+@pytest.fixture(scope="module")
+def served(make_llm):
+    """30 blocks of 16 tokens, eight sequences: prompts of a test do not fit together."""
+    llm = make_llm(num_gpu_blocks_override=31, kv_offload="host=8M", max_num_seqs=8)
+    served = Served(llm)
+    served.core.offload = None
+    yield served
+    served.stop()
+
+
+@pytest.fixture
+def texts():
+    rng = np.random.default_rng(7)
+    return [rng.integers(0, 96, 100).tolist() for _ in range(10)]
+
+
+@pytest.fixture
+def wanted(served, texts):
+    """What the engine says without tiers."""
+    served.stop()
+    served.core.planner.reset()
+    return [served.ask(text)[0][0] for text in texts]
+
+
+def check_books(served):
+    """Nothing is leased, and every known block is where and what the cache says."""
+    from octavo_kvcache import audit
+
+    served.idle()
+    for _ in range(3):
+        served.core.turn()
+    served.core.offload.store.wait_idle(20.0)
+    cache = served.core.planner.state[1]
+    assert audit(cache, served.core.planner.spec) == []
+    assert served.core.offload.store.host.num_leased == 0
+    assert served.core.offload._held_bytes == 0
+    indexed, generation = np.asarray(cache.radix.is_indexed), np.asarray(cache.radix.generation)
+    for block, (known, _) in served.core.offload._blocks.items():
+        assert indexed[block]
+        assert generation[block] == known
+    assert set(np.flatnonzero(indexed).tolist()) - {0} == set(served.core.offload._blocks)
+
+
+def test_what_the_device_lost_comes_back_with_the_same_tokens(served, texts, wanted):
+    offload = served.restart(None)
+    assert [served.ask(text)[0] for text in texts] == [(tokens, 0) for tokens in wanted]
+    again = [served.ask(text)[0] for text in texts]
+    assert [tokens for tokens, _ in again] == wanted
+    assert all(cached >= 96 for _, cached in again)
+    assert offload.stats()[0].hits >= 40
+    check_books(served)
+    assert served.llm._built.recompiles == 0
+
+
+def test_many_at_once_give_the_same_tokens(served, texts, wanted):
+    served.restart(None)
+    for _ in range(3):
+        assert [tokens for tokens, _ in served.ask(*texts)] == wanted
+    check_books(served)
+
+
+def test_a_restart_with_a_warm_disk_has_cached_tokens_on_the_first_request(served, texts, wanted, tmp_path):
+    served.restart(tmp_path)
+    served.ask(*texts[:4])
+    served.restart(tmp_path)
+    (first,) = served.ask(texts[0])
+    assert first == (wanted[0], 96)
+    assert served.core.offload.stats()[1].verified == 6
+    check_books(served)
+
+
+def test_a_prefix_that_others_share_comes_back_in_part(served, texts, tmp_path):
+    served.restart(tmp_path)
+    served.ask(texts[0])
+    served.restart(tmp_path)
+    mixed = texts[0][:50] + texts[1][:50]
+    (got,) = served.ask(mixed)
+    assert got[1] == 48
+    served.restart(None)
+    assert served.ask(mixed)[0][0] == got[0]
+
+
+def test_another_revision_or_type_finds_nothing_in_the_same_folder(served, texts, wanted, tmp_path):
+    for revision in ("a", "b", "a"):
+        served.restart(tmp_path, revision=revision)
+        served.ask(texts[0])
+    served.restart(tmp_path, revision="c")
+    assert served.ask(texts[0])[0] == (wanted[0], 0)
+    served.restart(tmp_path, revision="a")
+    assert served.ask(texts[0])[0] == (wanted[0], 96)
+
+
+def test_tenants_share_nothing_in_any_tier(served, texts, wanted, tmp_path):
+    served.restart(tmp_path)
+    served.ask(texts[0], tenant="one")
+    served.restart(tmp_path)
+    assert served.ask(texts[0], tenant="two")[0] == (wanted[0], 0)
+    served.ask(*texts[1:8], tenant="two")
+    assert served.ask(texts[0], tenant="one")[0] == (wanted[0], 96)
+
+
+def test_flipped_bits_on_disk_cost_the_cache_and_never_a_token(served, texts, wanted, tmp_path):
+    served.restart(tmp_path)
+    served.ask(*texts[:4])
+    served.stop()
+    for file in tmp_path.rglob("seg-*.kv"):
+        data = np.fromfile(file, np.uint8)
+        data[5000::4096] ^= 1
+        data.tofile(file)
+    served.restart(tmp_path)
+    assert served.ask(texts[0])[0] == (wanted[0], 0)
+    disk = served.core.offload.stats()[1]
+    assert disk.corrupt > 0
+    assert disk.hits == 0
+    check_books(served)
+
+
+def test_a_truncated_disk_under_a_running_engine_costs_no_token(served, texts, wanted, tmp_path):
+    served.restart(tmp_path, host_bytes=1 << 14)
+    served.ask(*texts[:4])
+    check_books(served)
+    for file in tmp_path.rglob("seg-*.kv"):
+        os.truncate(file, 8192)
+    assert [tokens for tokens, _ in served.ask(*texts)] == wanted
+    check_books(served)
+
+
+def test_requests_that_are_aborted_between_look_up_and_load_leave_nothing_leased(served, texts, wanted, tmp_path):
+    served.restart(tmp_path, host_bytes=1 << 16)
+    served.ask(*texts)
+    for i in range(100):
+        served.ask(texts[i % 10], abort=[0])
+    check_books(served)
+    assert [tokens for tokens, _ in served.ask(*texts, abort=[])] == wanted
+    check_books(served)
+
+
+def test_a_reused_prefix_is_kept_at_once_and_the_rest_when_nothing_runs(served, texts):
+    offload = served.restart(None)
+    served.ask(texts[0])
+    stored = offload.stats()[0].stored
+    served.core.turn()
+    offload.store.wait_idle(20.0)
+    assert offload.stats()[0].stored >= max(stored, 6)
+    check_books(served)
+
+
+def test_a_crowded_pool_lends_blocks_and_frees_them_once_they_are_kept(served, texts):
+    offload = served.restart(None)
+    free = []
+    for text in texts:
+        served.ask(text)
+        served.idle()
+        free.append(served.core.stats().num_free_blocks)
+    for _ in range(4):
+        served.ask(texts[-1])
+        served.idle()
+    assert served.core.stats().num_free_blocks >= 3  # 0.88 of 30 blocks are 26
+    assert offload.stats()[0].stored >= 30
+    check_books(served)
+
+
+def test_a_turn_that_failed_is_not_trusted_with_what_the_device_holds(served, texts, tmp_path, monkeypatch):
+    offload = served.restart(tmp_path)
+    served.ask(texts[0])
+    offload._unsaved.update(dict.fromkeys(offload._blocks))
+    stored = offload.store.host.count.stored
+    offload.is_amid_turn = True
+    offload.close()
+    assert offload.store.host.count.stored == stored
+    served.core.offload = None
+    served.restart(None)
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabytes", "wanted"),
+    [
+        (None, 0.0, (0, None)),
+        ("host=4GiB", 0.0, (4 << 30, None)),
+        ("host=512M,disk=/a:b/kv:50GiB", 0.0, (512 << 20, ("/a:b/kv", 50 << 30))),
+        ("disk=/kv:1.5g", 2.0, (2 << 30, ("/kv", 3 << 29))),
+    ],
+)
+def test_flags_say_which_tiers_there_are(text, gigabytes, wanted):
+    tiers = parse(text, gigabytes)
+    assert (tiers.host_bytes, tiers.disk and (str(tiers.disk[0]), tiers.disk[1])) == wanted
+    assert tiers.is_wanted == (wanted != (0, None))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_offload": "host=4GiB,remote=10.0.0.1:7000"}, "remote= is not supported"),
+        ({"kv_offload": "host=lots"}, "wants a size above 0"),
+        ({"kv_offload": "disk=/kv"}, "a folder and a size"),
+        ({"kv_offload": "tape=1G"}, "knows host=SIZE and disk=PATH:SIZE"),
+        ({"kv_offload": "host=1G,host=2G"}, "twice"),
+        ({"kv_offload": "host=1G", "cpu_offload_gb": 1.0}, "both say"),
+        ({"cpu_offload_gb": -1.0}, "at least 0"),
+        ({"kv_offload": "host=1G", "enable_prefix_caching": False}, "prefix"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options, words):
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig(**options)

@@ -1,0 +1,150 @@
+"""How fast blocks move: `python -m octavo_offload.bench [--json FILE] [--quick] [--folder PATH]`.
+
+Each tier is timed beside what it stands on, in the same run and in turn: host memory beside `memcpy`, the disk beside the same reads and
+writes without headers, checksums and books. `tier_<name>_<way>_fraction` is the one over the other. Blocks are 1 MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from octavo_core.bench import Report, time_call
+from octavo_core.tiers import Answer, Tier
+from octavo_offload import DiskTier, HostTier, Jobs, ThreadFiles, checksum
+from octavo_offload._src.setup import COPY_THREADS, DISK_THREADS
+from octavo_offload._src.slab import Slab
+
+BLOCK_BYTES: Final = 1 << 20
+GOALS: Final = {
+    "tier_host_write_fraction": 0.8,
+    "tier_host_read_fraction": 0.8,
+    "tier_disk_write_fraction": 0.8,
+    "tier_disk_read_fraction": 0.8,
+}
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _in_turn(pairs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
+    """Median seconds of each, run in turn so that what else the machine does meets all of them."""
+    times: list[list[float]] = [[] for _ in pairs]
+    for i in range(rounds + 1):
+        for taken, run in zip(times, pairs, strict=True):
+            seconds = _seconds(run)
+            if i:  # the first round warms up
+                taken.append(seconds)
+    return [statistics.median(t) for t in times]
+
+
+def _wait(tier: Tier, ticket: int) -> None:
+    while True:
+        for done in tier.poll():
+            if done.ticket == ticket:
+                if Answer.MISS in done.answers:
+                    raise RuntimeError("a block of the bench was missed; give the folder more room")
+                return
+        time.sleep(0.0001)
+
+
+class _Blocks:
+    """Blocks to put, buffers to get into, and new keys for every round."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self._round = count, 0
+        source, target = Slab(count, BLOCK_BYTES), Slab(count, BLOCK_BYTES)
+        self.source = [source.slot(i) for i in range(count)]
+        self.target = [target.slot(i) for i in range(count)]
+        rng = np.random.default_rng(0)
+        for view in (*self.source, *self.target):
+            np.frombuffer(view, np.uint8)[:] = rng.integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
+
+    def new_keys(self) -> list[bytes]:
+        """Keys nobody has."""
+        self._round += 1
+        self.keys = [(self._round << 32 | i).to_bytes(32, "little") for i in range(self.count)]
+        return self.keys
+
+    def copy(self, first: int, step: int) -> None:
+        """`memcpy` of every `step`th block, in this thread."""
+        for source, target in zip(self.source[first::step], self.target[first::step], strict=True):
+            target[:] = source
+
+
+def _measure(report: Report, name: str, tier: Tier, blocks: _Blocks, raw: Sequence[Callable[[], None]], rounds: int) -> None:
+    def write() -> None:
+        _wait(tier, tier.put(blocks.new_keys(), blocks.source))
+
+    def read() -> None:
+        _wait(tier, tier.get(blocks.keys, blocks.target))
+
+    raw_write, raw_read = raw
+    size = blocks.count * BLOCK_BYTES / 1e9
+    write_s, read_s, raw_write_s, raw_read_s = _in_turn([write, read, raw_write, raw_read], rounds)
+    for way, seconds, below_s in (("write", write_s, raw_write_s), ("read", read_s, raw_read_s)):
+        report.add(f"tier_{name}_{way}", size / seconds, "GB/s", rounds, f"below it {size / below_s:.2f}")
+        report.add(f"tier_{name}_{way}_fraction", below_s / seconds, "x", rounds, "of the speed below it")
+
+
+def run(report: Report, folder: Path, *, quick: bool) -> None:
+    """Time both tiers."""
+    count, rounds = (16, 3) if quick else (64, 15)
+    blocks, jobs = _Blocks(count), Jobs(COPY_THREADS, "bench")
+    with ThreadPoolExecutor(COPY_THREADS) as pool:
+
+        def copy() -> None:
+            list(pool.map(lambda i: blocks.copy(i, COPY_THREADS), range(COPY_THREADS)))
+
+        _measure(report, "host", HostTier(2 * count * BLOCK_BYTES, BLOCK_BYTES, jobs), blocks, (copy, copy), rounds)
+    timing = time_call(lambda: checksum(bytes(32), blocks.source[0]), budget_s=0.05)
+    report.add("checksum", BLOCK_BYTES / timing.median_us / 1e3, "GB/s", timing.n, "one thread, in cache")
+    jobs.close()
+    _measure_disk(report, folder, blocks, rounds)
+
+
+def _measure_disk(report: Report, folder: Path, blocks: _Blocks, rounds: int) -> None:
+    size = 2 * blocks.count * BLOCK_BYTES
+    jobs = Jobs(DISK_THREADS, "bench-disk")
+    tier = DiskTier(folder, size + (16 << 20), BLOCK_BYTES, bytes(32), jobs, segment_bytes=32 << 20)
+    files, path = ThreadFiles(folder), folder / "raw"
+    fd = files.open(path, blocks.count * BLOCK_BYTES)
+    with ThreadPoolExecutor(DISK_THREADS) as pool:
+
+        def raw(move: Callable[[int, Sequence[memoryview], int], None], views: Sequence[memoryview]) -> Callable[[], None]:
+            return lambda: list(pool.map(lambda i: move(fd, [views[i]], i * BLOCK_BYTES), range(blocks.count))) and None
+
+        _measure(report, "disk", tier, blocks, (raw(files.write, blocks.source), raw(files.read, blocks.target)), rounds)
+    files.close(fd)
+    path.unlink()
+    jobs.close()
+    tier.close()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the bench."""
+    parser = argparse.ArgumentParser(prog="python -m octavo_offload.bench", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: a check that it runs")
+    parser.add_argument("--folder", type=Path, help="where to try the disk (default: a temporary folder)")
+    arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    report = Report("octavo_offload", GOALS)
+    with tempfile.TemporaryDirectory(prefix="octavo-offload-", dir=arguments.folder) as folder:
+        run(report, Path(folder), quick=arguments.quick)
+    report.write(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
