@@ -172,7 +172,8 @@ def test_nothing_was_compiled_while_serving(client):
     [
         (["--tensor-parallel-size=8"], "--tensor-parallel-size 8 needs as many devices"),
         (["--kv-cache-dtype=fp8"], "--kv-cache-dtype fp8 is not supported yet"),
-        (["--cpu-offload-gb=64"], "--cpu-offload-gb 64 is not supported yet"),
+        (["--kv-offload=remote=10.0.0.1:7000"], "--kv-offload remote= is not supported in this version"),
+        (["--kv-offload=disk=/proc/kv:1G"], "the tiers cannot be opened"),
         (["--model=/nonexistent/model.gguf"], "no checkpoint at"),
         (["--block-size=17"], "--block-size"),
     ],

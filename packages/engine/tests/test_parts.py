@@ -154,7 +154,6 @@ def test_a_fair_queue_keeps_places_for_tenants_that_come_and_each_in_its_own_ord
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size is at least 1"),
         ({"expert_parallel": True}, "--expert-parallel divides experts among the devices"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not supported yet"),
-        ({"cpu_offload_gb": 64.0}, "--cpu-offload-gb 64 is not supported yet"),
         ({"enable_chunked_prefill": False}, "always computed in chunks"),
         ({"block_size": 48}, "--block-size is one of 16, 32, 64"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization"),

@@ -114,6 +114,21 @@ def test_wasted_slots_and_dropped_events_are_those_of_the_engine(api) -> None:
     assert 'octavo:kv_event_batches_dropped_total{model_name="org/toy"} 3.0' in text
 
 
+def test_every_tier_below_the_device_has_its_own_metrics(api) -> None:
+    from octavo_core.wire import EngineStats, TierStats
+
+    assert "kv_tier" not in api.get("/metrics").text
+    tiers = [TierStats(name="host", hits=7, read_s=0.5), TierStats(name="disk", state="read-only", corrupt=2, used_bytes=4096)]
+    api.engine.stats = lambda: EngineStats(kv_tiers=tiers)
+    text = api.get("/metrics").text
+    assert 'octavo:kv_tier_hits_total{model_name="org/toy",tier="host"} 7.0' in text
+    assert 'octavo:kv_tier_read_seconds_total{model_name="org/toy",tier="host"} 0.5' in text
+    assert 'octavo:kv_tier_corrupt_total{model_name="org/toy",tier="disk"} 2.0' in text
+    assert 'octavo:kv_tier_used_bytes{model_name="org/toy",tier="disk"} 4096.0' in text
+    assert 'octavo:kv_tier_state{model_name="org/toy",state="read-only",tier="disk"} 1.0' in text
+    assert 'octavo:kv_tier_state{model_name="org/toy",state="on",tier="disk"} 0.0' in text
+
+
 def test_paths_of_clients_make_no_metric_labels(api) -> None:
     for index in range(5):
         api.get(f"/secret-{index}")

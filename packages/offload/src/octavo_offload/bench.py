@@ -124,7 +124,10 @@ def _measure_disk(report: Report, folder: Path, blocks: _Blocks, rounds: int) ->
     with ThreadPoolExecutor(DISK_THREADS) as pool:
 
         def raw(move: Callable[[int, Sequence[memoryview], int], None], views: Sequence[memoryview]) -> Callable[[], None]:
-            return lambda: list(pool.map(lambda i: move(fd, [views[i]], i * BLOCK_BYTES), range(blocks.count))) and None
+            def run() -> None:
+                list(pool.map(lambda i: move(fd, [views[i]], i * BLOCK_BYTES), range(blocks.count)))
+
+            return run
 
         _measure(report, "disk", tier, blocks, (raw(files.write, blocks.source), raw(files.read, blocks.target)), rounds)
     files.close(fd)

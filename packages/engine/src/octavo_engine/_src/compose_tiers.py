@@ -49,11 +49,10 @@ def build_tiers(
     checked = _check(config, cache, spec)
     mover = BlockMover(runner)
     facts = kv_facts(config, checkpoint, loaded, attention, spec, mover.piece_bytes, content_digest(checkpoint.weight_files))
+    root = functools.cache(lambda namespace: tier_root(namespace, **facts))  # type: ignore[arg-type]
     on_cpu = jax.default_backend() == "cpu"
     try:
-        store = open_tiers(
-            mover.piece_bytes, host_bytes=tiers.host_bytes, disk=tiers.disk, identity=tier_root(b"", **facts), lock=not on_cpu
-        )
+        store = open_tiers(mover.piece_bytes, host_bytes=tiers.host_bytes, disk=tiers.disk, identity=root(b""), lock=not on_cpu)
     except OSError as error:
         raise ConfigError(f"--kv-offload: the tiers cannot be opened: {error}; choose another folder or size") from None
     host_size = store.host.capacity().total_bytes
@@ -67,7 +66,7 @@ def build_tiers(
         mover,
         Lending(planner, checked),
         spec.block_size,
-        functools.cache(functools.partial(tier_root, **facts)),
+        root,
         token_s=1e-3 if on_cpu else 2e-5,
     )
     table.append(("KV tiers", f"{time.monotonic() - started_s:.1f} s", "weights digested, folder read, programs compiled"))

@@ -60,6 +60,7 @@ class DiskTier:
         jobs: Threads that read and write.
         files: How; None: threads.
         max_pending: Writes that may wait; those beyond are dropped.
+        segment_bytes: Of each file; None: an eighth of the budget, at most 256 MiB.
 
     Attributes:
         told: How it works, in words.
@@ -75,7 +76,7 @@ class DiskTier:
         *,
         files: Files | None = None,
         max_pending: int = 256,
-        segment_bytes: int = SEGMENT_BYTES,
+        segment_bytes: int | None = None,
     ) -> None:
         self.name, self.block_bytes = "disk", block_bytes
         self.count = Counters()
@@ -83,6 +84,7 @@ class DiskTier:
         self._identity, self._jobs, self._total_bytes = identity, jobs, total_bytes
         self._padded = aligned(block_bytes)
         self._slot_bytes = PAGE + self._padded
+        segment_bytes = segment_bytes or min(SEGMENT_BYTES, total_bytes // 8)
         self._per_segment = max(1, min(segment_bytes, total_bytes) // self._slot_bytes)
         self._lock, self._growing = threading.Lock(), threading.Lock()
         self._index: OrderedDict[bytes, Slot] = OrderedDict()
@@ -105,17 +107,15 @@ class DiskTier:
     def _recover(self) -> int:
         """Open every segment and read every header; answers how many blocks there are."""
         most = self._total_bytes // (self._per_segment * self._slot_bytes)
-        headers: list[tuple[int, Header]] = []
+        numbers = []
+        for path in self._folder.segments():
+            number, size = int(path.stem.removeprefix("seg-")), path.stat().st_size
+            if number < most and size == self._per_segment * self._slot_bytes and self._open(number):
+                numbers.append(number)
+            else:
+                path.unlink(missing_ok=True)
         with ThreadPoolExecutor(8) as pool:
-            for path in self._folder.segments():
-                number = int(path.stem.removeprefix("seg-"))
-                size = path.stat().st_size
-                if number >= most or size != self._per_segment * self._slot_bytes or not self._open(number):
-                    path.unlink(missing_ok=True)
-                    continue
-                slots = self._slots_of(number)
-                found = zip(slots, pool.map(self._read_header, slots), strict=True)
-                headers += [(slot, h) for slot, h in found if h is not None and self._is_ours(h)]
+            headers = [found for part in pool.map(self._read_headers, numbers) for found in part]
         newest = {h.key: Slot(slot, h.sequence, h.seal) for slot, h in sorted(headers, key=lambda item: item[1].sequence)}
         taken = {slot.slot for slot in newest.values()}
         self._free.extend(s for n in sorted(self._fds) for s in self._slots_of(n) if s not in taken)
@@ -123,16 +123,19 @@ class DiskTier:
         self._sequence = max((h.sequence for _, h in headers), default=0)
         return len(self._index)
 
-    def _is_ours(self, found: Header) -> bool:
-        return found.identity == self._identity and found.length == self.block_bytes
-
-    def _read_header(self, slot: int) -> Header | None:
-        page = memoryview(mmap.mmap(-1, PAGE))
-        try:
-            self._files.read(*self._place(slot, [page]))
-        except OSError:
-            return None
-        return header.unpack(page)
+    def _read_headers(self, segment: int) -> list[tuple[int, Header]]:
+        """What the slots of a segment say that they hold."""
+        page, _ = self._own_buffers()
+        found = []
+        for slot in self._slots_of(segment):
+            try:
+                self._files.read(*self._place(slot, [page]))
+            except OSError:
+                continue
+            head = header.unpack(page)
+            if head is not None and head.identity == self._identity and head.length == self.block_bytes:
+                found.append((slot, head))
+        return found
 
     def _open(self, number: int) -> bool:
         try:
