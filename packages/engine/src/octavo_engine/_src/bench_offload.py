@@ -63,20 +63,19 @@ def _ttft_s(llm: LLM, prompts: list[list[int]]) -> list[float]:
 
 
 def _speedup(report: Report, llm: LLM, rounds: int, rng: Any) -> None:
-    """Prefixes four times the pool, with different ends each round; one round warms up."""
+    """Prefixes four times the pool, with different ends each round, in rounds with tiers and without; the first fills the tiers."""
     usable = llm.core.planner.spec.num_blocks[0] - 1
     count = -(-4 * usable * BLOCK // PREFIX)
     prefixes = [rng.integers(1_000, 40_000, PREFIX).tolist() for _ in range(count)]
     ends = itertools.count(1_000)
     offload, times = llm.core.offload, {True: list[float](), False: list[float]()}
-    for tiers in (False, True):
+    for i, tiers in enumerate([True, *(False, True) * rounds]):
         llm.core.offload = offload if tiers else None
         llm.core.planner.reset()
         if offload is not None:
             offload.clear()
-        for i in range(rounds + 1):
-            taken = _ttft_s(llm, [[*prefix, next(ends)] for prefix in prefixes])
-            times[tiers] += taken if i else []
+        taken = _ttft_s(llm, [[*prefix, next(ends)] for prefix in prefixes])
+        times[tiers] += taken if i else []
     with_s, without_s = (statistics.median(times[tiers]) for tiers in (True, False))
     report.add("ttft_with_tiers", with_s * 1e6, "us", len(times[True]), f"{count} prefixes of {PREFIX} tokens, four times the pool")
     report.add("ttft_without_tiers", without_s * 1e6, "us", len(times[False]))

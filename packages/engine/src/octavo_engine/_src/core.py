@@ -125,7 +125,8 @@ class EngineCore:
         for request in requests:
             check_request(request, self.card)
         ahead = [len(r.prompt_ids) for r in also_waiting or ()]
-        self._queue.check_room([len(r.prompt_ids) for r in requests], self._waiting_in_plan + len(ahead), sum(ahead))
+        waiting = self._waiting_in_plan + len(ahead) + (0 if self.offload is None else self.offload.num_loading)
+        self._queue.check_room([len(r.prompt_ids) for r in requests], waiting, sum(ahead))
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that `check` passed."""

@@ -42,7 +42,7 @@ IDLE_BLOCKS: Final = 32
 """Blocks copied out in one idle turn."""
 REUSED_BLOCKS: Final = 64
 """Blocks of a reused prefix copied out at once."""
-FLUSH_S: Final = 5.0
+FLUSH_S: Final = 3.0
 _KEEP: Final = 0.8
 _LEAST_TOKENS: Final = 16
 

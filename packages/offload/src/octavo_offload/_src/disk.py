@@ -152,6 +152,11 @@ class DiskTier:
         segment, index = divmod(slot, self._per_segment)
         return self._fds[segment], buffers, index * self._slot_bytes
 
+    @property
+    def is_busy(self) -> bool:
+        """Half of the writes that may wait do."""
+        return self._num_pending >= self._max_pending // 2
+
     # Writing ----------------------------------------------------------------------------------------------------------
 
     def write(self, key: bytes, data: memoryview, seal: int, done: Callable[[Answer], None]) -> None:
@@ -196,8 +201,7 @@ class DiskTier:
                 self._files.write(fd, buffers, offset)
         except OSError as error:
             self._trouble("write", error)
-            with self._lock:  # what is there now is unknown, and no key leads to it
-                self._free.append(slot)
+            self._free.append(slot)  # what is there now is unknown, and no key leads to it
             return Answer.MISS
         with self._lock:
             self._index[head.key] = Slot(slot, head.sequence, head.seal)
@@ -250,21 +254,19 @@ class DiskTier:
 
     def _sync_sometimes(self) -> None:
         now_s = time.monotonic()
-        with self._lock:
-            if now_s < self._synced_s + _SYNC_EVERY_S or not self._dirty:
-                return
+        if self._dirty and now_s >= self._synced_s + _SYNC_EVERY_S:
             self._synced_s = now_s
-        self.sync()
+            self.sync()
 
     def sync(self) -> None:
         """Let what was written so far survive a loss of power."""
         with self._lock:
             dirty, self._dirty = self._dirty, set()
-        for fd in dirty:
-            try:
+        try:
+            for fd in dirty:
                 self._files.sync(fd)
-            except OSError as error:
-                self._trouble("sync", error)
+        except OSError as error:
+            self._trouble("sync", error)
 
     # Reading ----------------------------------------------------------------------------------------------------------
 
@@ -392,9 +394,7 @@ class DiskTier:
     def close(self) -> None:
         """Sync and let the folder go. The tier's jobs must have ended."""
         self.sync()
-        with self._lock:
-            self.state = "off"
-            fds, self._fds = self._fds, {}
-        for fd in fds.values():
-            self._files.close(fd)
+        self.state = "off"
+        while self._fds:
+            self._files.close(self._fds.popitem()[1])
         self._folder.close()

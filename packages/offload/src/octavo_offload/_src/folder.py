@@ -8,7 +8,6 @@ recently used first, when the budget has no room for a new file. Touches the fil
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
@@ -68,8 +67,9 @@ class Folder:
 
     def close(self) -> None:
         """Let others have it."""
-        with contextlib.suppress(OSError):
+        if self._lock >= 0:
             os.close(self._lock)
+        self._lock = -1
 
 
 def _try_lock(folder: Path) -> int | None:

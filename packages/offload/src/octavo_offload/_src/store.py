@@ -239,8 +239,8 @@ class TieredStore:
 
     @property
     def is_busy(self) -> bool:
-        """So much waits to be copied down that more would be dropped."""
-        return self._waiting >= MAX_WAITING
+        """So much waits to be copied down, or to be written, that more would be dropped."""
+        return self._waiting >= MAX_WAITING or (self.disk is not None and self.disk.is_busy)
 
     def save(self, keys: Sequence[bytes], pieces: Sequence[Any], done: Callable[[list[bool]], None] | None = None) -> None:
         """Keep blocks: row `i` of each piece belongs to `keys[i]`; rows beyond the keys are padding. Answers at once.
