@@ -43,6 +43,21 @@ def test_a_path_of_one_machine_is_found(folder: str) -> None:
     assert not rules.MACHINE_PATH.search(f"src/{folder}/x and /{folder}er and a/{folder}")
 
 
+def test_a_link_that_leads_nowhere_is_found(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rules, "ROOT", tmp_path)
+    (tmp_path / "other.md").write_text("# What is *in* it\n")
+    page = tmp_path / "page.md"
+    good = "[a](other.md) [b](other.md#what-is-in-it) [c](#here) [d](https://example.org/x) `[e](none.md)`"
+    page.write_text(f"# Here\n\n{good}\n\n```\n[f](none.md)\n```\n")
+    assert [*rules.dead_links(page)] == []
+    page.write_text("[a](none.md)\n[b](other.md#there) [c](#gone)\n")
+    assert [*rules.dead_links(page)] == [
+        "page.md:1: 'none.md' is not there",
+        "page.md:2: other.md has no heading '#there'",
+        "page.md:2: page.md has no heading '#gone'",
+    ]
+
+
 def test_words_of_an_outage_are_told_from_words_of_a_conflict() -> None:
     assert UNREACHABLE.search("error: Failed to fetch: `https://pypi.org/simple/jax/`")
     assert UNREACHABLE.search("Packages were unavailable because the network was disabled")

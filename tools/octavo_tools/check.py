@@ -73,6 +73,7 @@ def checks(*, fix: bool) -> dict[str, Check]:
         "files": rule(rules.wrong_files),
         "versions": rule(rules.wrong_versions),
         "words": rule(rules.wrong_words),
+        "links": rule(rules.wrong_links),
         "sizes": rule(rules.wrong_sizes),
     }
 

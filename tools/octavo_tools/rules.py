@@ -20,6 +20,8 @@ EXEMPTION = "Size: "
 
 MACHINE_PATH = re.compile(r"(?<![\w.$}-])/(?:work|root|tmp/bash_jobs)(?:/|\b(?!\w))")
 LEFTOVER = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
+CODE = re.compile(r"`[^`]*`")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".cfg", ".sh", ".html", ".js", ".css", ".cc", ".h", ".proto", ""}
 
 
@@ -77,6 +79,34 @@ def wrong_words() -> list[str]:
                 if (hit := pattern.search(line)) and path != Path(__file__).resolve():
                     found.append(f"{_short(path)}:{number}: '{hit[0]}' does not belong in the tree")
     return found
+
+
+def wrong_links() -> list[str]:
+    """Every relative link of a tracked page leads to a file of the tree, and its anchor to a heading."""
+    return [line for path in tracked_files() if path.suffix == ".md" for line in dead_links(path)]
+
+
+def dead_links(path: Path) -> Iterator[str]:
+    """Links of one page that lead nowhere, as `page:line: finding`."""
+    is_code = False
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        is_code ^= line.lstrip().startswith(("```", "~~~"))
+        for target, anchor in [] if is_code else LINK.findall(CODE.sub("", line)):
+            if re.match(r"[a-z]+:", target):
+                continue
+            wanted = (path.parent / target).resolve() if target else path
+            if not wanted.exists():
+                yield f"{_short(path)}:{number}: '{target}' is not there"
+            elif anchor and wanted.suffix == ".md" and anchor not in set(anchors(wanted.read_text())):
+                yield f"{_short(path)}:{number}: {_short(wanted)} has no heading '#{anchor}'"
+
+
+def anchors(text: str) -> Iterator[str]:
+    """What headings are linked by."""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            words = re.sub(r"[^\w\- ]", "", line.lstrip("#").strip().lower())
+            yield words.replace(" ", "-")
 
 
 def wrong_sizes() -> list[str]:
