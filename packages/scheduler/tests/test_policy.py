@@ -141,9 +141,10 @@ def test_adaptive_chunks_are_2048_then_1024_above_32_decodes_and_512_above_64(nu
 
 
 LEARN = jax.jit(chunks.learn)
+SLO = SchedulerConfig(chunk_policy="slo")
 
 
-def seen(samples, config=SchedulerConfig()) -> jax.Array:
+def seen(samples, config=SLO) -> jax.Array:
     """The costs after steps of (decode rows, prompt tokens, seconds)."""
     costs, result = chunks.assumed(config), empty_result(1)
     for n, c, t in samples:

@@ -140,7 +140,7 @@ class EngineConfig:
         False, "Divide whole experts among the devices, not each of them", group=BACKENDS, aliases=("--enable-expert-parallel",)
     )
     compilation_cache_dir: str | None = option(
-        None, "Where compiled programs are kept; 'off' keeps none; default: ~/.cache/octavo/jax", group=BACKENDS
+        None, "Where compiled programs are kept; 'off' keeps none; default: ~/.cache/octavo/compiled", group=BACKENDS
     )
 
     step_log: str | None = option(None, "Append one JSON line per step to this file", group=LOGS, metavar="FILE")

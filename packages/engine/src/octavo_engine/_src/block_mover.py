@@ -56,8 +56,8 @@ class BlockMover:
                 key = self._kind(kv), size
                 if key not in self._gathers:
                     ids, data = compiler.ints(size), jax.ShapeDtypeStruct((size, size_bytes), jnp.uint8)
-                    self._gathers[key] = compiler.compile(gather.lower(kv, ids))
-                    self._scatters[key] = compiler.compile(scatter.lower(kv, ids, data))
+                    self._gathers[key] = compiler.compile("gather", gather, kv, ids)
+                    self._scatters[key] = compiler.compile("scatter", scatter, kv, ids, data)
 
     def gather(self, block_ids: Sequence[int]) -> Iterator[tuple[slice, list[Any]]]:
         """Begin to copy blocks out: which of the ids, and an array for each segment whose first rows are theirs."""

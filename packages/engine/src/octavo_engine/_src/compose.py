@@ -34,6 +34,7 @@ from octavo_engine._src.mesh import DividedAttention, device_mesh, everywhere, l
 from octavo_engine._src.planner import Planner
 from octavo_engine._src.plug import build_prefix_cache, find_prefix_cache
 from octavo_engine._src.process.flight import FlightRecorder
+from octavo_engine._src.programs import Programs, kept_programs
 from octavo_engine._src.runner import ModelRunner
 from octavo_engine._src.steps import Steps, compile_steps, num_programs
 from octavo_engine._src.validate import MAX_BIAS, MAX_STOP
@@ -157,9 +158,9 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     )
     _check_room(spec, memory.pool_bytes(groups, spec.num_blocks), card)
     state = _device_state(programs, spec, card, mesh)
-    runner, planner = _compile(config, programs, state, cache, make_scheduler, nobody, seqs, on_cpu, pads_free, table)
-    compiles = CompileCounter()
-    template = jax.tree.map(np.array, nobody)
+    kept = kept_programs(config, checkpoint.path, checkpoint.config, groups, spec, card, [row[:2] for row in table])
+    runner, planner = _compile(config, programs, state, cache, make_scheduler, nobody, seqs, on_cpu, pads_free, kept, table)
+    compiles, template = CompileCounter(), jax.tree.map(np.array, nobody)
     overlap = _overlap(config, on_cpu, table)
     if kv_events is not None:
         kv_events.begin(groups, spec.block_size)
@@ -327,15 +328,16 @@ def _compile(
     seqs: int,
     on_cpu: bool,
     pads_free: bool,
+    kept: Programs,
     table: Table,
 ) -> tuple[ModelRunner, Planner]:
     start_s, spec = time.monotonic(), cache.spec
     alone = on_cpu and (pads_free or programs.params[0].dtype == jnp.float32)
-    runner = ModelRunner(programs, state, max_blocks=spec.max_blocks)
+    runner = ModelRunner(programs, state, max_blocks=spec.max_blocks, kept=kept)
     with progress("compiling", num_programs(config, seqs, alone=alone, pads_free=pads_free), unit="programs") as advance:
         runner.compile_begin(nobody)
-        steps = compile_steps(runner, config, seqs, advance, on_cpu=on_cpu, alone=alone, pads_free=pads_free)
-        planner = _planner(config, cache, make_scheduler, seqs, on_cpu, steps)
+        steps = compile_steps(runner, config, seqs, advance, on_cpu=on_cpu, alone=alone, pads_free=pads_free, kept=kept)
+        planner = _planner(config, cache, make_scheduler, seqs, on_cpu, steps, kept)
         table.append(
             (
                 "chunks",
@@ -345,6 +347,7 @@ def _compile(
         )
         planner.compile()
     table.append(("token budget", f"{steps.budget} tokens", steps.why))
+    table.append(("programs", *kept.told))
     shapes = ", ".join(f"{b.tokens}x{b.rows}" for b in runner.shapes)
     table.append(("step shapes", shapes, f"tokens x rows, compiled in {time.monotonic() - start_s:.1f} s"))
     return runner, planner
@@ -361,6 +364,7 @@ def _planner(
     max_num_seqs: int,
     on_cpu: bool,
     steps: Steps,
+    kept: Programs,
 ) -> Planner:
     chosen = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -379,4 +383,8 @@ def _planner(
         reservation=config.kv_reservation,
         watermark_blocks=max(1, cache.spec.num_blocks[0] // 100),
     )
-    return Planner(make_scheduler(chosen, cache), cache, max_arrivals=MAX_ARRIVALS, max_rows=max_num_seqs)
+    # What steps cost is a value of the scheduler's state; everything else in its settings is built into its programs.
+    built_in = dataclasses.replace(chosen, slo_prior_us=(0, 0, 0))
+    return Planner(
+        make_scheduler(chosen, cache), cache, max_arrivals=MAX_ARRIVALS, max_rows=max_num_seqs, kept=kept.narrowed(built_in)
+    )

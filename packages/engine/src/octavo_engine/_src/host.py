@@ -51,7 +51,7 @@ def compiled_programs_folder(folder: str | None) -> Path | None:
     if folder is None:
         folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if folder is None:
-        folder = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "octavo" / "jax")
+        folder = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "octavo" / "compiled")
     return Path(folder).expanduser()
 
 

@@ -15,6 +15,7 @@ from octavo_core.plan import Arrivals, StepPlan, StepResult
 from octavo_core.seams import PrefixCache, Scheduler
 from octavo_core.specs import CacheSpec
 from octavo_engine._src.packing import Packing
+from octavo_engine._src.programs import Programs
 
 # Region analysis: without it XLA copies whole pools inside the step. Without the expensive passes it compiles sooner and runs as fast.
 _OPTIONS = {"xla_cpu_copy_insertion_use_region_analysis": True, "xla_llvm_disable_expensive_passes": True}
@@ -29,36 +30,56 @@ class Planner:
         cache: Whose state is carried here.
         max_arrivals: Entries of an `Arrivals`.
         max_rows: Rows of a plan.
+        kept: Programs of earlier starts, for this scheduler and this cache.
     """
 
-    def __init__(self, scheduler: Scheduler[Any, Any], cache: PrefixCache[Any], *, max_arrivals: int, max_rows: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler[Any, Any],
+        cache: PrefixCache[Any],
+        *,
+        max_arrivals: int,
+        max_rows: int,
+        kept: Programs | None = None,
+    ) -> None:
         self.spec: CacheSpec = cache.spec
         self.max_rows = max_rows
         self.max_arrivals = max_arrivals
         self._cpu = jax.devices("cpu")[0]
         self._scheduler: Any = scheduler
         self._cache = cache
+        self._kept = kept or Programs(None)
+        state, plan = self._kept.recall("plan", self._shapes)
+        self._states, self._results = Packing(state), Packing(self.empty_result(), limit=_NEVER)
+        self._plans = Packing(plan, limit=_NEVER)
         self._state: Any = None
-        with jax.default_device(self._cpu):
-            state = jax.device_put((scheduler.init(), cache.init()), self._cpu)
-            plan = jax.eval_shape(scheduler.step, *state, self.empty_result())[2]
-            self._states, self._results = Packing(state), Packing(self.empty_result(), limit=_NEVER)
-            self._plans = Packing(plan, limit=_NEVER)
-        self.reset()
         self._step: Any = None
         self._arrive: Any = None
+        self.reset()
+
+    def _shapes(self) -> tuple[Any, Any]:
+        """Shapes of the state and of a plan."""
+        with jax.default_device(self._cpu):
+            state = jax.eval_shape(self._fresh)
+            return state, jax.eval_shape(self._scheduler.step, *state, self.empty_result())[2]
+
+    def _fresh(self) -> tuple[Any, Any]:
+        return self._scheduler.init(), self._cache.init()
 
     def reset(self) -> None:
         """Forget every sequence and every cached block."""
-        self.restore((self._scheduler.init(), self._cache.init()))
+        with jax.default_device(self._cpu):
+            self._state = jax.jit(self._states.pack)(jax.device_put(self._fresh(), self._cpu))
 
     def compile(self) -> None:
         """Compile both programs."""
         step = jax.jit(self._plan, donate_argnums=0, compiler_options=_OPTIONS)
         arrive = jax.jit(self._take_in, donate_argnums=0, compiler_options=_OPTIONS)
         with jax.default_device(self._cpu):
-            self._step = step.lower(self._state, self._results.pack_host(self.empty_result())).compile()
-            self._arrive = arrive.lower(self._state, self.empty_arrivals()).compile()
+            self._step = self._kept.compile(
+                "step", step, self._state, self._results.pack_host(self.empty_result()), device=self._cpu
+            )
+            self._arrive = self._kept.compile("arrive", arrive, self._state, self.empty_arrivals(), device=self._cpu)
 
     def _plan(self, packed: Any, result: jax.Array) -> tuple[Any, jax.Array]:
         state, cache, plan = self._scheduler.step(*self._states.unpack(*packed), self._results.unpack(result, []))

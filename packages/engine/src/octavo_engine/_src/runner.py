@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -20,6 +19,7 @@ import numpy as np
 
 from octavo_core.plan import Sampled, SamplingArrivals, StepPlan
 from octavo_engine._src.device import DevicePrograms, DeviceState, StepInput
+from octavo_engine._src.programs import Programs
 from octavo_engine._src.sizing import Bucket, pick
 
 SCORED_TOKENS: Final = 64
@@ -69,20 +69,21 @@ class _Compiler:
 
     Args:
         placed: Where inputs are.
+        kept: Programs of earlier starts, which serve one device.
     """
 
-    def __init__(self, placed: jax.sharding.Sharding) -> None:
+    def __init__(self, placed: jax.sharding.Sharding, kept: Programs) -> None:
         self._everywhere = placed if isinstance(placed, jax.sharding.NamedSharding) else None
-        self._one_compiles = threading.Lock()
+        self._kept = Programs(None) if self._everywhere is not None else kept
+        self._device: Any = next(iter(placed.device_set))
 
-    def compile(self, lowered: Any) -> Any:
-        """Programs are traced beside one another and compiled one at a time.
+    def compile(self, name: str, jitted: Any, *args: Any) -> Any:
+        """A program for arguments of these shapes; compiled or found."""
+        return self._kept.compile(name, jitted, *args, device=self._device)
 
-        XLA uses every core for one program anyway, so this costs nothing, and JAX 0.10.2 has been seen to crash while one thread
-        wrote a program to the persistent cache and another compiled.
-        """
-        with self._one_compiles:
-            return lowered.compile()
+    def shapes(self, name: str, run: Callable[..., Any], *args: Any) -> Any:
+        """Shapes of what a function answers."""
+        return self.placed(self._kept.recall(name, lambda: jax.eval_shape(run, *args)))
 
     def jit(self, run: Callable[..., Any], *, donate: tuple[int, ...] = (), kv: Any = None) -> Any:
         """Jit a program whose answer is everywhere, or is KV like `kv`, alone or first."""
@@ -108,14 +109,17 @@ class ModelRunner:
         programs: What to run.
         state: Fresh device state.
         max_blocks: Width of a block table.
-        threads: Programs compiled at the same time.
+        threads: Programs traced at the same time.
+        kept: Programs of earlier starts.
 
     On a mesh, inputs and streams are on every device, as `state.last_token` is; KV and weights stay where they are.
     """
 
-    def __init__(self, programs: DevicePrograms, state: DeviceState, *, max_blocks: int, threads: int = 2) -> None:
-        self._programs, self._params, self._state = programs, programs.params, state
-        self._compiler = _Compiler(state.last_token.sharding)
+    def __init__(
+        self, programs: DevicePrograms, state: DeviceState, *, max_blocks: int, threads: int = 2, kept: Programs | None = None
+    ) -> None:
+        self.programs, self._params, self._state = programs, programs.params, state
+        self._compiler = _Compiler(state.last_token.sharding, kept or Programs(None))
         self._shapes: tuple[Bucket, ...] = ()
         self._max_blocks, self._threads = max_blocks, threads
         self._compiled: dict[Bucket, _Programs] = {}
@@ -123,11 +127,6 @@ class ModelRunner:
         self._row_sizes: list[int] = []
         self._begin: Any = None
         self._copy: list[Any] = []
-
-    @property
-    def programs(self) -> DevicePrograms:
-        """What it runs."""
-        return self._programs
 
     @property
     def compiler(self) -> _Compiler:
@@ -166,56 +165,58 @@ class ModelRunner:
 
     def _compile_bucket(self, shape: Bucket) -> None:
         step = self._abstract_input(shape)
-        state, programs, params = self._state, self._programs, self._params
-        stream, batches = self._compiler.placed(jax.eval_shape(programs.begin, params, state.last_token, step))
-        targets, sizes = self._compiler.ints(SCORED_TOKENS), [n for n in self._row_sizes if n <= shape.rows]
-        ends = self._compiler.jit(programs.ends)
+        state, programs, params, made = self._state, self.programs, self._params, self._compiler
+        stream, batches = made.shapes(f"begin {shape}", programs.begin, params, state.last_token, step)
+        targets, sizes = made.ints(SCORED_TOKENS), [n for n in self._row_sizes if n <= shape.rows]
+        ends = made.jit(programs.ends)
         self._compiled[shape] = _Programs(
-            begin=self._compiler.compile(self._compiler.jit(programs.begin).lower(params, state.last_token, step)),
+            begin=made.compile("begin", made.jit(programs.begin), params, state.last_token, step),
             segments=self._compile_segments(stream, batches),
-            ends={n: self._compiler.compile(ends.lower(params, stream, self._compiler.ints(n))) for n in sizes},
-            score=self._compiler.compile(self._compiler.jit(programs.score).lower(params, stream, targets, targets)),
+            ends={n: made.compile("ends", ends, params, stream, made.ints(n)) for n in sizes},
+            score=made.compile("score", made.jit(programs.score), params, stream, targets, targets),
         )
 
     def _compile_segments(self, stream: Any, batches: Any) -> list[Any]:
         """A program for every segment; segments alike in structure and shapes share one."""
         shared: dict[Any, Any] = {}
         answer = []
-        for segment, kv in zip(self._programs.segments, self._state.kv, strict=True):
+        for segment, kv in zip(self.programs.segments, self._state.kv, strict=True):
             leaves, tree = jax.tree.flatten((segment.params, kv))
             key = (segment.kind, segment.groups, tree, tuple((x.shape, x.dtype) for x in leaves))
             if key not in shared:
-                run = self._compiler.jit(functools.partial(self._programs.run, segment), donate=(1, 2), kv=kv)
-                shared[key] = self._compiler.compile(run.lower(segment.params, kv, stream, batches))
+                run = self._compiler.jit(functools.partial(self.programs.run, segment), donate=(1, 2), kv=kv)
+                name = f"segment {len(shared)} of groups {segment.groups}"
+                shared[key] = self._compiler.compile(name, run, segment.params, kv, stream, batches)
             answer.append(shared[key])
         return answer
 
     def _compile_sample(self, rows: int) -> None:
-        programs, params, state = self._programs, self._params, self._state
-        step = self._abstract_input(self._shapes[-1])
-        stream, _ = jax.eval_shape(programs.begin, params, state.last_token, step)
-        hidden = self._compiler.placed(jax.eval_shape(programs.ends, params, stream, self._compiler.ints(rows)))
-        sample, ids = self._compiler.jit(programs.sample, donate=(1, 2)), self._compiler.ints(rows)
-        self._sample[rows] = self._compiler.compile(sample.lower(params, state.sampler, state.last_token, hidden, ids, ids))
+        programs, params, state, made = self.programs, self._params, self._state, self._compiler
+        shape = self._shapes[-1]
+        stream, _ = made.shapes(f"begin {shape}", programs.begin, params, state.last_token, self._abstract_input(shape))
+        hidden = made.shapes(f"ends {shape} {rows}", programs.ends, params, stream, made.ints(rows))
+        sample, ids = made.jit(programs.sample, donate=(1, 2)), made.ints(rows)
+        self._sample[rows] = made.compile("sample", sample, params, state.sampler, state.last_token, hidden, ids, ids)
 
     def compile_begin(self, arrivals: SamplingArrivals) -> None:
         """Compile the taking in of new sequences, and the copying of blocks."""
-        copies = self._compiler.placed(jax.ShapeDtypeStruct((len(self._programs.groups), COPIED_BLOCKS, 2), jnp.int32))
+        made = self._compiler
+        copies = made.placed(jax.ShapeDtypeStruct((len(self.programs.groups), COPIED_BLOCKS, 2), jnp.int32))
         shared: dict[Any, Any] = {}
-        for segment, kv in zip(self._programs.segments, self._state.kv, strict=True):
+        for segment, kv in zip(self.programs.segments, self._state.kv, strict=True):
             key = (segment.groups, *((x.shape, x.dtype) for x in jax.tree.leaves(kv)))
             if key not in shared:
-                copy = self._compiler.jit(functools.partial(self._programs.copy, segment.groups), donate=(0,), kv=kv)
-                shared[key] = self._compiler.compile(copy.lower(kv, copies))
+                copy = made.jit(functools.partial(self.programs.copy, segment.groups), donate=(0,), kv=kv)
+                shared[key] = made.compile(f"copy in groups {segment.groups}", copy, kv, copies)
             self._copy.append(shared[key])
-        begin = self._compiler.jit(self._programs.sampler.begin, donate=(0,))
-        self._begin = self._compiler.compile(begin.lower(self._state.sampler, self._compiler.placed(arrivals)))
+        begin = made.jit(self.programs.sampler.begin, donate=(0,))
+        self._begin = made.compile("begin sampling", begin, self._state.sampler, made.placed(arrivals))
 
     def _abstract_input(self, shape: Bucket) -> StepInput:
         return self._compiler.placed(self._empty_input(shape))
 
     def _empty_input(self, shape: Bucket) -> StepInput:
-        groups = len(self._programs.groups)
+        groups = len(self.programs.groups)
         tokens, rows = np.zeros(shape.tokens, np.int32), np.zeros(shape.rows, np.int32)
         return StepInput(
             token_ids=tokens,
@@ -274,7 +275,7 @@ class ModelRunner:
         state = self._state
         stream, batches = compiled.begin(self._params, state.last_token, step)
         out = []
-        for segment, run, kv in zip(self._programs.segments, compiled.segments, state.kv, strict=True):
+        for segment, run, kv in zip(self.programs.segments, compiled.segments, state.kv, strict=True):
             kv, stream = run(segment.params, kv, stream, batches)
             out.append(kv)
         self._state = state._replace(kv=tuple(out))

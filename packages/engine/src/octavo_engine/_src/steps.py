@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from octavo_engine._src import sizing
+from octavo_engine._src.programs import Programs
 from octavo_engine._src.runner import ModelRunner
 from octavo_engine.config import EngineConfig
 
@@ -47,8 +48,9 @@ def compile_steps(
     on_cpu: bool,
     alone: bool,
     pads_free: bool,
+    kept: Programs,
 ) -> Steps:
-    """Compile the shapes and time some.
+    """Compile the shapes and time some, unless an earlier start did: a budget that moved from start to start would be compiled anew.
 
     Args:
         runner: Compiles and runs them.
@@ -58,22 +60,31 @@ def compile_steps(
         on_cpu: The budget is chosen by time.
         alone: One row is not as dear as eight.
         pads_free: Tokens that only fill a shape cost nothing: two shapes are enough, however many rows are sampled.
+        kept: What earlier starts found.
     """
     asked = config.max_num_batched_tokens
-    budget, why = asked or DEVICE_BUDGET, "--max-num-batched-tokens" if asked else "default of this device"
     if pads_free:
         most = asked or max(sizing.CPU_BUDGETS[-1], 2 * max_num_seqs)
         rows = sorted({b.rows for b in sizing.buckets(most, max_num_seqs, alone=alone)})
         runner.compile(sizing.two_shapes(most, max_num_seqs), advance, rows=rows)
-    elif on_cpu and not asked:
-        runner.compile(sizing.buckets(sizing.PROBE_TOKENS[1], max_num_seqs, alone=alone), advance)
-    if on_cpu and not asked:
+
+    def timed() -> tuple[int, str]:
+        if not pads_free:
+            runner.compile(sizing.buckets(sizing.PROBE_TOKENS[1], max_num_seqs, alone=alone), advance)
         small_s, large_s = (runner.time_step(tokens) for tokens in sizing.PROBE_TOKENS)
-        budget, why = sizing.cpu_budget(small_s, large_s, max_num_seqs)
+        return sizing.cpu_budget(small_s, large_s, max_num_seqs)
+
+    if asked:
+        budget, why = asked, "--max-num-batched-tokens"
+    elif on_cpu:
+        budget, why = kept.recall("token budget", timed)
+    else:
+        budget, why = DEVICE_BUDGET, "default of this device"
     if not pads_free:
         runner.compile(sizing.buckets(budget, max_num_seqs, alone=alone), advance)
     sizes = () if pads_free else tuple(b.tokens for b in runner.shapes)
-    return Steps(budget, why, sizes, _cost_us(runner, budget) if on_cpu else DEVICE_COST_US)
+    cost_us = kept.recall(f"cost of a step of {budget}", lambda: _cost_us(runner, budget)) if on_cpu else DEVICE_COST_US
+    return Steps(budget, why, sizes, cost_us)
 
 
 def _cost_us(runner: ModelRunner, budget: int) -> tuple[int, int, int]:
