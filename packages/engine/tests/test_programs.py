@@ -21,11 +21,11 @@ def scaled(by, state, x):
     return state + by * x[order][jnp.cumsum(jnp.ones_like(order)) - 1], jnp.sort(x)[::-1] @ jnp.ones((len(x), 3))
 
 
-def compiled(folder, by=2, facts=FACTS, name="scaled", n=64):
+def compiled(folder, by=2, facts=FACTS, name="scaled", n=64, options=None):
     programs = Programs(folder, *facts)
     shape = jax.ShapeDtypeStruct((n,), jnp.float32)
     jitted = jax.jit(functools.partial(scaled, by), donate_argnums=0)
-    return programs.compile(name, jitted, shape, shape, device=CPU), programs.counts
+    return programs.compile(name, jitted, shape, shape, device=CPU, options=options), programs.counts
 
 
 def check(program, by=2, n=64):
@@ -72,9 +72,10 @@ def test_a_program_is_found_again_and_donates_as_before(tmp_path):
         ({"facts": ("another XLA", "sources", "settings")}, {"compiled": 1}),
         ({"name": "another"}, {"compiled": 1}),
         ({"n": 65}, {"compiled": 1}),
+        ({"options": {"xla_llvm_disable_expensive_passes": True}}, {"compiled": 1}),
         ({"by": 3, "facts": ("compiler", "edited", "settings")}, {"compiled": 1}),
     ],
-    ids=["an edit that changes nothing", "other settings, same program", "another compiler", "name", "shape", "an edit"],
+    ids=["an edit that changes nothing", "other settings, same program", "another compiler", "name", "shape", "options", "an edit"],
 )
 def test_another_fact_is_a_miss_and_the_same_text_is_compiled_once(tmp_path, change, counts):
     compiled(tmp_path)

@@ -73,13 +73,14 @@ class Planner:
 
     def compile(self) -> None:
         """Compile both programs."""
-        step = jax.jit(self._plan, donate_argnums=0, compiler_options=_OPTIONS)
-        arrive = jax.jit(self._take_in, donate_argnums=0, compiler_options=_OPTIONS)
+        step = jax.jit(self._plan, donate_argnums=0)
+        arrive = jax.jit(self._take_in, donate_argnums=0)
         with jax.default_device(self._cpu):
-            self._step = self._kept.compile(
-                "step", step, self._state, self._results.pack_host(self.empty_result()), device=self._cpu
+            result = self._results.pack_host(self.empty_result())
+            self._step = self._kept.compile("step", step, self._state, result, device=self._cpu, options=_OPTIONS)
+            self._arrive = self._kept.compile(
+                "arrive", arrive, self._state, self.empty_arrivals(), device=self._cpu, options=_OPTIONS
             )
-            self._arrive = self._kept.compile("arrive", arrive, self._state, self.empty_arrivals(), device=self._cpu)
 
     def _plan(self, packed: Any, result: jax.Array) -> tuple[Any, jax.Array]:
         state, cache, plan = self._scheduler.step(*self._states.unpack(*packed), self._results.unpack(result, []))

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -80,34 +80,36 @@ class Programs:
         where = "not kept" if self.folder is None else f"kept in {self.folder}"
         return f"{known} of an earlier start, {self.counts['compiled']} compiled", where
 
-    def compile(self, name: str, jitted: Any, *args: Any, device: jax.Device) -> Any:
-        """`jitted.lower(*args).compile()`, or what it gave before.
+    def compile(
+        self, name: str, jitted: Any, *args: Any, device: jax.Device, options: Mapping[str, str | bool] | None = None
+    ) -> Any:
+        """`jitted.lower(*args).compile(options)`, or what it gave before.
 
         Args:
             name: Of this program among those of these facts and of arguments of these shapes.
-            jitted: A jitted function.
+            jitted: A jitted function, without compiler options of its own.
             args: Arrays or their shapes.
             device: The one it runs on.
+            options: Of XLA.
         """
         if self.folder is None:
             lowered = jitted.lower(*args)
             with self._one_compiles:
                 self.counts["compiled"] += 1
-                return lowered.compile()
-        runs_on = device.platform, device.device_kind, device.id
+                return lowered.compile(compiler_options=options)
+        runs_on = device.platform, device.device_kind, device.id, sorted((options or {}).items())
         path = self._path("name", name, runs_on, _described(args))
         program = self._load(_read(path), device)
         if program is not None:
             self.counts["found"] += 1
             return program
         lowered = jitted.lower(*args)
-        # Compiler options are nowhere in the text; whoever names a program gives it the same ones until its source file changes.
         home = self._path("program", name, runs_on, _described(args), str(lowered.out_info), lowered.as_text()).name
         program = self._load(home, device)
         if program is None:
             with self._one_compiles, _Hits() as hits:
                 self.counts["compiled"] += 1
-                program = lowered.compile()
+                program = lowered.compile(compiler_options=options)
             # A CPU program that JAX read back does not hold all of its code when it is written again (JAX 0.10.2).
             if hits.count or not _write(self.folder / home, lambda: serialize_executable.serialize(program)):
                 return program
