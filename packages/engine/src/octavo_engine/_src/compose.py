@@ -143,19 +143,9 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     cache = make_cache(spec)
     attention = _attention(config, groups, mesh, table)
     card = _card(config, checkpoint, spec)
-    own_sampler = RowSampler(
-        max_logprobs=card.max_logprobs, max_bias=MAX_BIAS, max_stop=MAX_STOP + MAX_EOS, max_arrivals=MAX_ARRIVALS
-    )
-    sampler, nobody = _sampler(config, own_sampler, table), own_sampler.empty_arrivals(spec.max_len)
     pads_free = loaded.is_packed and loaded.is_native(attention)
-    programs = DevicePrograms.of(
-        model,
-        groups,
-        attention,
-        sampler,
-        max_logprobs=card.max_logprobs,
-        layers_per_segment=1 if on_cpu and not pads_free else len(model.layers()),
-    )
+    per_segment = 1 if on_cpu and not pads_free else len(model.layers())
+    programs, nobody = _programs(config, model, groups, attention, card, spec, per_segment, table)
     _check_room(spec, memory.pool_bytes(groups, spec.num_blocks), card)
     state = _device_state(programs, spec, card, mesh)
     kept = kept_programs(config, checkpoint.path, checkpoint.config, groups, spec, card, [row[:2] for row in table])
@@ -171,6 +161,25 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     host.return_freed_memory()
     compiles.arm()
     return Built(core, card, checkpoint, compiles, table, logs, kv_events, config.prefix_cache is None)
+
+
+def _programs(
+    config: EngineConfig,
+    model: Model,
+    groups: tuple[KVGroupSpec, ...],
+    attention: AttentionBackend[Any],
+    card: ModelCard,
+    spec: CacheSpec,
+    layers_per_segment: int,
+    table: Table,
+) -> tuple[DevicePrograms, SamplingArrivals]:
+    """What a step runs, and new sequences for it of which there are none."""
+    own = RowSampler(max_logprobs=card.max_logprobs, max_bias=MAX_BIAS, max_stop=MAX_STOP + MAX_EOS, max_arrivals=MAX_ARRIVALS)
+    sampler = _sampler(config, own, table)
+    programs = DevicePrograms.of(
+        model, groups, attention, sampler, max_logprobs=card.max_logprobs, layers_per_segment=layers_per_segment
+    )
+    return programs, own.empty_arrivals(spec.max_len)
 
 
 def _device_state(programs: DevicePrograms, spec: CacheSpec, card: ModelCard, mesh: Mesh | None) -> DeviceState:
