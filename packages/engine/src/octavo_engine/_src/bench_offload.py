@@ -37,13 +37,13 @@ def _overhead(report: Report, llm: LLM, pairs: int, rng: Any) -> None:
     for i in range(pairs + 1):
         seconds = {}
         for tiers in (True, False) if i % 2 else (False, True):
-            prompts = [rng.integers(1_000, 40_000, 192).tolist() for _ in range(4)]
+            prompts = [rng.integers(1_000, 40_000, 128).tolist() for _ in range(4)]
             llm.core.planner.reset()
             llm.core.offload = offload if tiers else None
             if offload is not None:
                 offload.clear()
                 offload.store.wait_idle(30.0)
-            seconds[tiers] = _batch_s(llm, prompts, 16)
+            seconds[tiers] = _batch_s(llm, prompts, 8)
         if i:
             ratios.append(100 * (seconds[True] / seconds[False] - 1))
     llm.core.offload = offload

@@ -169,12 +169,13 @@ class EngineCore:
         return self._turn()
 
     def _turn_with_tiers(self, offload: Offload) -> list[EngineOutput]:
+        """Copies are begun before the turn, when nobody waits for what the one before it said."""
         offload.is_amid_turn = True
         offload.catch_up()
-        outputs = self._turn()
         if not self.has_work:
             offload.idle()
-        elif not (outputs or self._in_flight or self._ahead) and offload.num_loading == len(self._live):
+        outputs = self._turn()
+        if not (outputs or self._in_flight or self._ahead) and 0 < offload.num_loading == len(self._live):
             offload.wait(_LOADING_S)
         offload.is_amid_turn = False
         return outputs

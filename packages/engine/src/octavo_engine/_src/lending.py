@@ -43,13 +43,21 @@ class Lending:
         spec = planner.spec
         self._max_len, self._usable = spec.max_len, spec.num_blocks[0] - 1
         one = np.int32(0)
-        self._load = planner.cache_program(cache.load, np.zeros(spec.max_len, np.int32), one, one, np.zeros(2, np.uint32), one)
+        self._load = planner.cache_program(
+            "load", cache.load, np.zeros(spec.max_len, np.int32), one, one, np.zeros(2, np.uint32), one
+        )
         blocks = np.zeros(spec.max_blocks, np.int32)
-        self._unload = planner.cache_program(lambda c, loaded: (cache.unload(c, loaded),), Loaded(blocks, blocks, one, one))
-        self._lend = planner.cache_program(lambda c: cache.lend(c, high=HIGH, low=LOW, size=LENT_AT_ONCE))
+        self._unload = planner.cache_program(
+            "unload", lambda c, loaded: (cache.unload(c, loaded),), Loaded(blocks, blocks, one, one)
+        )
+        self._lend = planner.cache_program(
+            f"lend {HIGH} {LOW} {LENT_AT_ONCE}", lambda c: cache.lend(c, high=HIGH, low=LOW, size=LENT_AT_ONCE)
+        )
         (self.no_loan,) = self._lend()  # nothing is used yet, so nothing is lent
         stored = np.zeros(LENT_AT_ONCE, bool)
-        self._settle = planner.cache_program(lambda c, loan, stored: (cache.settle(c, loan, stored),), self.no_loan, stored)
+        self._settle = planner.cache_program(
+            "settle", lambda c, loan, stored: (cache.settle(c, loan, stored),), self.no_loan, stored
+        )
 
     def load(self, wanted: Load) -> Loaded:
         """Make blocks findable and lease them."""

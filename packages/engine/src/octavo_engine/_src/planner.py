@@ -98,7 +98,7 @@ class Planner:
         """Hand over new sequences (or none) and let waiting ones in."""
         self._state = self._arrive(self._state, arrivals)
 
-    def cache_program(self, run: Callable[..., tuple[Any, ...]], *like: Any) -> Callable[..., list[Any]]:
+    def cache_program(self, name: str, run: Callable[..., tuple[Any, ...]], *like: Any) -> Callable[..., list[Any]]:
         """Compile an operation on the cache beside the step: `run(cache, *like)` answers the cache and more, which the call answers."""
 
         def packed_run(packed: Any, *arguments: Any) -> tuple[Any, list[Any]]:
@@ -107,7 +107,8 @@ class Planner:
             return self._states.pack((state, cache)), answers
 
         with jax.default_device(self._cpu):
-            program = jax.jit(packed_run, donate_argnums=0, compiler_options=_OPTIONS).lower(self._state, *like).compile()
+            jitted = jax.jit(packed_run, donate_argnums=0)
+            program = self._kept.compile(f"cache {name}", jitted, self._state, *like, device=self._cpu, options=_OPTIONS)
 
         def call(*arguments: Any) -> list[Any]:
             self._state, answers = program(self._state, *arguments)

@@ -11,12 +11,16 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = "octavo-kv-1"
 MOST: Final = 64
 """Engines that may share a path with one identity."""
+
+PATIENCE_S: Final = 1.0
+"""How long the first folder is waited for: whoever had it may just be ending."""
 
 
 class Folder:
@@ -36,7 +40,7 @@ class Folder:
         for n in range(MOST):
             self.path = root / f"{identity.hex()[:32]}-{n}"
             self.path.mkdir(exist_ok=True, mode=0o700)
-            lock = _try_lock(self.path)
+            lock = _try_lock(self.path, patience_s=PATIENCE_S if n == 0 else 0.0)
             if lock is not None:
                 self._lock = lock
                 os.utime(self.path)
@@ -72,12 +76,15 @@ class Folder:
         self._lock = -1
 
 
-def _try_lock(folder: Path) -> int | None:
-    """A descriptor that holds the lock; None: somebody else has it."""
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
+def _try_lock(folder: Path, patience_s: float = 0.0) -> int | None:
+    """A descriptor that holds the lock; None: somebody else has it, and kept it for so long."""
+    fd, end = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except OSError:
+            if time.monotonic() >= end:
+                os.close(fd)
+                return None
+            time.sleep(0.05)
