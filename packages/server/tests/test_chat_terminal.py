@@ -40,14 +40,15 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._end, text.encode())
 
-    def line(self, text: str) -> None:
-        """Type a line; what is told from now on is new."""
+    def line(self, text: str, prompt: str = "> ") -> None:
+        """Type a line once it is asked for; what is told from now on is new."""
+        self.wait_for(prompt, at_end=True)
         self.told = ""
         self.type(text + "\r")
 
-    def wait_for(self, wanted: str, timeout_s: float = 90.0) -> str:
+    def wait_for(self, wanted: str, timeout_s: float = 90.0, *, at_end: bool = False) -> str:
         end = time.monotonic() + timeout_s
-        while wanted not in self.told:
+        while not (self.told.endswith(wanted) if at_end else wanted in self.told):
             assert time.monotonic() < end, self.told
             if select.select([self._end], [], [], 0.2)[0]:
                 try:
@@ -101,16 +102,13 @@ def test_a_conversation_in_a_terminal(serve_toy, tmp_path: Path) -> None:
     terminal.line("hello")
     terminal.wait_for(SENTENCE)
     terminal.line("/set temperature 0.5")
-    terminal.wait_for("> ")
     terminal.line("/set")
     assert "model org/toy" in terminal.wait_for("temperature 0.5")
     terminal.line('"""two')
-    terminal.wait_for(". ")
-    terminal.line('lines"""')
+    terminal.line('lines"""', ". ")
     terminal.wait_for(SENTENCE)
     terminal.line("one \\")
-    terminal.wait_for(". ")
-    terminal.line("two")
+    terminal.line("two", ". ")
     terminal.wait_for(SENTENCE)
     terminal.line(f"/save {tmp_path / 'talk.json'}")
     terminal.wait_for("6 messages in")
@@ -118,7 +116,6 @@ def test_a_conversation_in_a_terminal(serve_toy, tmp_path: Path) -> None:
     questions = [message["content"] for message in saved["messages"] if message["role"] == "user"]
     assert questions == ["hello", "two\nlines", "one \ntwo"]
     terminal.line("/reset")
-    terminal.wait_for("> ")
     terminal.line("/history")
     terminal.wait_for("nothing yet")
     terminal.line(f"/load {tmp_path / 'talk.json'}")
@@ -133,12 +130,10 @@ def test_a_conversation_in_a_terminal(serve_toy, tmp_path: Path) -> None:
 def test_ctrl_c_stops_the_answer_and_not_the_program(serve_toy) -> None:
     api, url = serve_toy(says=" ".join([SENTENCE] * 20), delay_s=0.05, card={"max_model_len": 4096})
     terminal = Terminal("--url", url, "--temperature", "0")
-    terminal.wait_for("> ")
     terminal.line("go on")
     terminal.wait_for("the quick")
     terminal.type("\x03")
-    terminal.wait_for(" …")
-    terminal.wait_for("> ")
+    terminal.wait_for(" …\n> ")
     assert SENTENCE * 2 not in terminal.told
     end = time.monotonic() + 20
     while api.engine.stats().num_running:
@@ -146,11 +141,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(serve_toy) -> None:
         time.sleep(0.05)
     terminal.line("/history")
     assert "user: go on" in terminal.wait_for("assistant: the quick")
-    terminal.told = ""
+    terminal.wait_for("> ", at_end=True)
     terminal.type("half a question")
     terminal.wait_for("question")
     terminal.type("\x03")
-    terminal.wait_for("\n> ")
+    terminal.wait_for("\n> ", at_end=True)
     terminal.line("/quit")
     assert terminal.exit_status() == 0
 
@@ -171,7 +166,6 @@ def test_errors_are_one_line_and_the_conversation_goes_on(serve_toy) -> None:
         terminal.line(line)
         assert "Traceback" not in terminal.wait_for(wanted)
     terminal.line("/set temperature none")
-    terminal.wait_for("> ")
     terminal.line("/set seed 1")
     terminal.wait_for("> ")
     terminal.type("\x04")
@@ -181,7 +175,6 @@ def test_errors_are_one_line_and_the_conversation_goes_on(serve_toy) -> None:
 def test_a_server_that_dies_in_the_middle_is_told_and_the_program_stays(checkpoint: Path, tmp_path: Path) -> None:
     with embedded_server([str(checkpoint), "--core", CORE, "--max-model-len", "4096"]) as url:
         terminal = Terminal("--url", url, "--temperature", "0", "--max-tokens", "3000")
-        terminal.wait_for("> ")
         terminal.line("hello")
         children = [child for child in psutil.Process().children(recursive=True) if child.pid != terminal.pid]
         for child in children:
