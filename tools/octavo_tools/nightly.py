@@ -71,11 +71,15 @@ def search(seconds: float) -> int:
     return 0
 
 
-def fuzz_api(num_cases: int) -> int:
-    """Requests made from the server's own schema against a server with the default model; 1 for any 5xx."""
+def fuzz_api(num_cases: int, options: Sequence[str] = ("--max-model-len=64",)) -> int:
+    """Requests made from the server's own schema against a server with the default model; 1 for any 5xx.
+
+    Args:
+        options: Of `octavo serve`: another model, or a core without one.
+    """
     from octavo_tools import api_fuzz
 
-    with server(("--max-model-len=64", "--disable-access-log", "--watchdog-timeout=120")) as url:
+    with server((*options, "--disable-access-log", "--watchdog-timeout=120")) as url:
         findings = api_fuzz.fuzz(api_fuzz.of_url(url), num_cases, seed=int(time.strftime("%Y%m%d")), timeout=ANSWER_S)
     print(f"api fuzz: {findings.num_cases} requests, answers by status {dict(sorted(findings.statuses.items()))}")
     for failure in findings.failures[:10]:

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--site-dir",
             str(out),
         ]
-        done = subprocess.run(argv, env=outside_variables(NO_MKDOCS_2_WARNING="1", DISABLE_MKDOCS_2_WARNING="true"))
+        done = subprocess.run(argv, env=outside_variables(DISABLE_MKDOCS_2_WARNING="true"))
         if done.returncode == 0:
             print(f"{len(list(out.rglob('*.html')))} pages" + (f" in {out}" if args.out else ", every link alive"))
         return 1 if done.returncode else 0

@@ -31,6 +31,8 @@ from octavo_tools.workspace import ROOT
 
 WARM_SHARE = 0.25
 MAX_GROWTH = 0.01
+PATIENCE_S = 600
+"""Of a client: a machine that has other things to do is slow, and that is no fault."""
 NUM_CLIENTS = 12
 NUM_READINGS = 3
 """At each end; their middle counts."""
@@ -168,7 +170,7 @@ def _in_mib(sizes: dict[str, int]) -> str:
 def _idle_memory(port: int, process: subprocess.Popen[bytes], load: Load) -> dict[str, int]:
     """Memory of each process of the server, once nothing runs."""
     load.pause.set()
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE_S
     while any(_gauges(port).values()) and time.monotonic() < end:
         time.sleep(0.5)
     time.sleep(1)
@@ -209,7 +211,7 @@ def _one_request(port: int, rng: random.Random) -> str:
     """One request of a random kind, given up at a random moment one time in three."""
     path, body = _body(rng)
     leaves = rng.random() < 1 / 3
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
         if leaves and not body.get("stream"):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -14,6 +15,7 @@ from octavo_core.errors import ConfigError, FrameError
 from octavo_core.wire import FrameKind
 from octavo_engine._src.process import transport
 from octavo_engine._src.process.bell import Bell, Ringer
+from octavo_engine._src.process.folders import user_folder
 from octavo_engine._src.process.link import PART_BYTES, Incoming, Outgoing
 from octavo_engine._src.process.transport import NUM_SLOTS, SLOT_BYTES, choose, open_transport
 
@@ -157,8 +159,13 @@ def test_a_bell_wakes_a_sleeper_and_tells_when_it_is_gone(tmp_path) -> None:
     ringer.close()
 
 
-def test_shared_memory_of_a_killed_process_is_given_back_at_the_next_start(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_shared_memory_of_a_killed_process_is_given_back_at_the_next_start(monkeypatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="octavo-", dir="/tmp") as name:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
+        _kill_and_clean()
+
+
+def _kill_and_clean() -> None:
     program = textwrap.dedent("""
         import os, signal
         from octavo_engine._src.process.transport import Iceoryx
@@ -168,7 +175,7 @@ def test_shared_memory_of_a_killed_process_is_given_back_at_the_next_start(tmp_p
         os.kill(os.getpid(), signal.SIGKILL)
     """)
     assert subprocess.run([sys.executable, "-c", program]).returncode == -9
-    nodes = transport.iceoryx_root() / "nodes"
+    nodes = user_folder() / "nodes"
     assert list(nodes.iterdir())
     cleaner = transport.Iceoryx()
     cleaner.clean()

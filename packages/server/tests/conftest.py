@@ -1,8 +1,15 @@
-"""A toy engine behind the real application, with a small real tokenizer."""
+"""A toy engine behind the real application, with a small real tokenizer; real servers in a thread and in processes."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +18,7 @@ from jaxtyping import install_import_hook
 install_import_hook("octavo_server", "beartype.beartype")
 
 import httpx
+import psutil
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -19,7 +27,12 @@ from octavo_core.testing.engine import ToyEngine
 from octavo_core.wire import ModelCard
 from octavo_models.text import ChatTemplate, SpecialTokens, Tokenizer
 from octavo_server import ServerConfig, create_app
+from octavo_server._src.http_server import HttpServer
+from octavo_server._src.sockets import bind, url_of
+from octavo_server._src.state import ServerState
+from octavo_server._src.text import Text
 
+CORE = "octavo_core.testing.step_core:build"
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}{{ prefix or '' }}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
@@ -146,3 +159,165 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -
     config = {"eos_token": "<|eos|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+class Served:
+    """A server and its processes."""
+
+    def __init__(self, process, url, log):
+        self.process, self.url, self.log = process, url, log
+        self.port = int(url.rsplit(":", 1)[1])
+        self.processes = psutil.Process(process.pid).children()
+
+    def children(self, title):
+        found = []
+        for one in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                found += [one] if title in " ".join(one.cmdline()) else []
+        return found
+
+    @property
+    def core(self):
+        return next(iter(self.children("octavo-engine-core")), None)
+
+    def complete(self, timeout=60, **fields):
+        return httpx.post(self.url + "/v1/completions", json={"prompt": [7], "max_tokens": 4, **fields}, timeout=timeout)
+
+    def status(self, path):
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(self.url + path, timeout=5).status_code
+
+    def gauge(self, name="num_requests_running"):
+        return float(re.search(rf"octavo:{name}\{{[^}}]*\}} (\S+)", httpx.get(self.url + "/metrics").text)[1])
+
+    def stop(self, timeout=30):
+        self.process.terminate()
+        return self.process.wait(timeout)
+
+
+@pytest.fixture
+def start(checkpoint, tmp_path):
+    """Starts `octavo serve` over a core without a model."""
+    made = []
+
+    def run(*options, model=None, step_ms=2, port=0):
+        log = tmp_path / f"log-{len(made)}"
+        command = [
+            sys.executable,
+            "-m",
+            "octavo_server.cli",
+            "serve",
+            str(model or checkpoint),
+            "--core",
+            CORE,
+        ]
+        command += ["--port", str(port), "--host", "127.0.0.1", f"--seed={step_ms}", f"--flight-recorder-dir={tmp_path}", *options]
+        with log.open("w") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        made.append(process)
+
+        def ready():
+            assert process.poll() is None, log.read_text()
+            return re.search(r"ready on (https?://\S+)", log.read_text())
+
+        return Served(process, _wait_for(ready, 60)[1], log)
+
+    yield run
+    for process in made:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def _wait_for(condition, timeout_s=15.0):
+    """Wait for so long, not counting pauses of this whole process."""
+    left_s, last_s = timeout_s, time.monotonic()
+    while not (found := condition()):
+        now_s = time.monotonic()
+        left_s, last_s = left_s - min(now_s - last_s, 0.5), now_s
+        assert left_s > 0, "timed out"
+        time.sleep(0.02)
+    return found
+
+
+@pytest.fixture(scope="session")
+def wait_for():
+    return _wait_for
+
+
+@pytest.fixture(scope="session")
+def in_threads():
+    return _in_threads
+
+
+def _in_threads(count, work):
+    results = [None] * count
+
+    def one(index):
+        results[index] = work(index)
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads, results
+
+
+class Running:
+    """A server in a thread."""
+
+    def __init__(self, api, config):
+        self.state = ServerState(config)
+        self.engine = api.engine
+        self.state.become_ready(api.engine, api.engine.card, Text(api.tokenizer, None, api.engine.card.max_model_len))
+        self.sock = bind("127.0.0.1", 0)
+        self.port = self.sock.getsockname()[1]
+        self.url = url_of("127.0.0.1", self.port, scheme=config.scheme)
+        self._up = threading.Event()
+        self._sockets = []
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run(config)))
+        self._thread.start()
+        assert self._up.wait(10)
+
+    async def _run(self, config):
+        self.loop = asyncio.get_running_loop()
+        self.server = HttpServer(config, self.state)
+
+        async def bring_up():
+            while not self.server._server.started:
+                await asyncio.sleep(0.01)
+            self._up.set()
+            await asyncio.Event().wait()
+
+        await self.server.run([self.sock], bring_up)
+
+    def close(self):
+        for sock in self._sockets:
+            sock.close()
+        self.loop.call_soon_threadsafe(self.server.stop)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    def connect(self):
+        sock = socket.create_connection(("127.0.0.1", self.port))
+        self._sockets.append(sock)
+        return sock
+
+    def idle(self):
+        end = time.monotonic() + 10
+        while self.state.answering or self.engine.stats().num_running:
+            assert time.monotonic() < end, "a request was not freed"
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def run(make_api):
+    running = []
+
+    def start(*, toy=None, **config):
+        one = Running(make_api(**(toy or {})), ServerConfig(**{"shutdown_timeout": 1.0, **config}))
+        running.append(one)
+        return one
+
+    yield start
+    for one in running:
+        one.close()

@@ -23,7 +23,7 @@ from octavo_engine.process import RemoteEngine
 from octavo_server._src.config import ServerConfig
 from octavo_server._src.http_server import HttpServer, own_signals
 from octavo_server._src.keys import Keys
-from octavo_server._src.processes import FrontendSpec
+from octavo_server._src.processes import BEAT_S, FrontendSpec
 from octavo_server._src.quotas import Quotas
 from octavo_server._src.serving import in_thread
 from octavo_server._src.state import ServerState
@@ -59,8 +59,11 @@ async def _serve(spec: FrontendSpec, config: ServerConfig, sockets: list[socket.
         tokenizer, template = await in_thread(lambda: load_frontend(card, config))
         text = None if tokenizer is None else Text(tokenizer, template, card.max_model_len)
         state.become_ready(engine, card, text)
-        with contextlib.suppress(OSError):
-            os.write(spec.up, b"up")
+        os.set_blocking(spec.up, False)
+        while True:
+            with contextlib.suppress(OSError):
+                os.write(spec.up, b".")
+            await asyncio.sleep(BEAT_S)
 
     try:
         await HttpServer(config, state).run(sockets, bring_up)

@@ -23,7 +23,8 @@ EXIT: Final = 504
 VOCAB: Final = 512
 NUM_TOKENS: Final = 400
 """Tokens it generates: 0 to one less."""
-_NEVER: Final = 10**9
+CONTEXT: Final = 4096
+"""Tokens of prompt and answer, where the configuration does not say."""
 
 
 class CountingCore:
@@ -32,11 +33,12 @@ class CountingCore:
     Args:
         recorder: Takes in a record of every step.
         step_s: What a step takes.
-        max_queued: Sequences there may be.
+        max_queued: Sequences there may be; 0: any number.
+        context: Tokens of prompt and answer, for a sequence that names no bound of its own.
     """
 
-    def __init__(self, recorder: Any, step_s: float, max_queued: int) -> None:
-        self._recorder, self._step_s, self._max_queued = recorder, step_s, max_queued
+    def __init__(self, recorder: Any, step_s: float, max_queued: int, context: int) -> None:
+        self._recorder, self._step_s, self._max_queued, self._context = recorder, step_s, max_queued, context
         self._live: dict[str, tuple[EngineRequest, int]] = {}
         self._outbox: list[EngineOutput] = []
         self._steps = self._generated = self._prompt_tokens = 0
@@ -51,7 +53,7 @@ class CountingCore:
         for request in requests:
             if not request.prompt_ids or not all(0 <= token < VOCAB for token in request.prompt_ids):
                 raise RequestError(f"token ids are 0 to {VOCAB - 1}", param="prompt")
-        if len(self._live) + len(requests) > self._max_queued:
+        if self._max_queued and len(self._live) + len(requests) > self._max_queued:
             raise OverloadedError(f"{len(self._live)} sequences are waiting, at most {self._max_queued} may", retry_after_s=3)
 
     def add(self, request: EngineRequest) -> None:
@@ -76,7 +78,7 @@ class CountingCore:
     def _next(self, request: EngineRequest, count: int) -> EngineOutput:
         _harm(request.prompt_ids[0])
         self._generated += 1
-        ends = count + 1 >= (request.sampling.max_tokens or _NEVER)
+        ends = count + 1 >= (request.sampling.max_tokens or self._context - len(request.prompt_ids))
         if ends:
             del self._live[request.request_id]
         else:
@@ -130,10 +132,10 @@ class BuiltCountingCore:
 
     recompiles = 0
 
-    def __init__(self, core: CountingCore, root: str) -> None:
+    def __init__(self, core: CountingCore, root: str, context: int) -> None:
         self.core = core
         self.table = [("engine", "counts", "asked for")]
-        self.card = ModelCard(name="org/toy", root=root, max_model_len=4096, vocab_size=VOCAB)
+        self.card = ModelCard(name="org/toy", root=root, max_model_len=context, vocab_size=VOCAB)
 
     def audit(self) -> list[str]:
         """There is no cache."""
@@ -150,7 +152,7 @@ def build(config: dict[str, Any], recorder: Any) -> BuiltCountingCore:
     """Build the core of an engine's configuration.
 
     Args:
-        config: `seed` is the step's length in milliseconds, `max_num_queued_reqs` the bound, `model` the folder of the tokenizer.
+        config: `seed` is the step's length in milliseconds, `model` the folder of the tokenizer.
         recorder: The flight recorder.
 
     Raises:
@@ -158,4 +160,6 @@ def build(config: dict[str, Any], recorder: Any) -> BuiltCountingCore:
     """
     if config["model"] == "broken":
         raise CheckpointError("the checkpoint is damaged")
-    return BuiltCountingCore(CountingCore(recorder, config["seed"] / 1000, config["max_num_queued_reqs"]), config["model"] or "")
+    context = config["max_model_len"] or CONTEXT
+    core = CountingCore(recorder, config["seed"] / 1000, config["max_num_queued_reqs"], context)
+    return BuiltCountingCore(core, config["model"] or "", context)

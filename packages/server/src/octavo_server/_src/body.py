@@ -3,25 +3,57 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.types import Receive
 
-from octavo_core.errors import RequestError
+from octavo_core.errors import OverloadedError, RequestError
 from octavo_server._src.openai_errors import BodyTooLargeError, SlowBodyError
 
 M = TypeVar("M", bound=BaseModel)
 _DRAINED_BODIES = 4
+BODIES_AT_ONCE = 16
+"""Of the largest size; there may be any number of small ones."""
 
 
 class ClientGoneError(Exception):
     """The client went away before its request was read; there is nobody to answer."""
 
 
-async def read_body(receive: Receive, limit: int, timeout_s: float) -> bytes:
-    """The request's body.
+class Bodies:
+    """The bytes of bodies that are held at once, by all requests of a server: many large ones together are as bad as a huge one.
+
+    Args:
+        most: Bytes in all.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self.held_bytes = most, 0
+
+    @contextlib.contextmanager
+    def of_one_request(self) -> Iterator[Callable[[int], None]]:
+        """Gives a function that counts bytes on account of one request, until that is over; it raises when there are too many."""
+        mine = 0
+
+        def take(size: int) -> None:
+            nonlocal mine
+            if self.held_bytes + size > self._most:
+                raise OverloadedError(f"the bodies of all requests have at most {self._most} bytes together; try again later")
+            self.held_bytes += size
+            mine += size
+
+        try:
+            yield take
+        finally:
+            self.held_bytes -= mine
+
+
+async def read_body(receive: Receive, limit: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
+    """The request's body; `take` is told of its bytes as they come.
 
     A body over the limit is read on (and dropped) for a while, so that the client gets to read the refusal.
 
@@ -29,15 +61,16 @@ async def read_body(receive: Receive, limit: int, timeout_s: float) -> bytes:
         BodyTooLargeError: More than `limit` bytes.
         SlowBodyError: It was not there in time.
         ClientGoneError: The connection ended.
+        OverloadedError: All bodies together are too large.
     """
     try:
         async with asyncio.timeout(timeout_s):
-            return await _read(receive, limit)
+            return await _read(receive, limit, take)
     except TimeoutError:
         raise SlowBodyError(f"a request body comes within {timeout_s:g} s (--body-timeout); this one did not") from None
 
 
-async def _read(receive: Receive, limit: int) -> bytes:
+async def _read(receive: Receive, limit: int, take: Callable[[int], None]) -> bytes:
     chunks, size, more = [], 0, True
     while more and size <= _DRAINED_BODIES * limit:
         message = await receive()
@@ -47,6 +80,7 @@ async def _read(receive: Receive, limit: int) -> bytes:
         size += len(chunk)
         more = message.get("more_body", False)
         if size <= limit:
+            take(len(chunk))
             chunks.append(chunk)
         else:
             chunks.clear()

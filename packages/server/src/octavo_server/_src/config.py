@@ -21,7 +21,9 @@ class ServerConfig:
     port: int = option(8000, "Port to listen on; 0 lets the system choose", group=_HTTP)
     root_path: str = option("", "Path under which a proxy serves this server", group=_HTTP)
     max_body_bytes: int = option(32 * 2**20, "Largest request body", group=_HTTP)
-    max_connections: int = option(8192, "Connections at once of one frontend; further ones get 503", group=_HTTP)
+    max_connections: int = option(
+        8192, "Connections at once of one frontend, at most half of the files it may open; further ones get 503", group=_HTTP
+    )
     header_timeout: float = option(20.0, "Seconds for the head of a request", group=_HTTP)
     body_timeout: float = option(60.0, "Seconds for the body of a request", group=_HTTP)
     write_timeout: float = option(60.0, "Seconds a client may read nothing while something waits for it", group=_HTTP)

@@ -24,9 +24,9 @@ _BIG_BODY = 256 * 1024
 Prepare = Callable[[ServerState, Served, Any], Awaitable[Job]]
 
 
-async def read_request(state: ServerState, receive: Receive) -> dict[str, Any]:
+async def read_request(state: ServerState, receive: Receive, take: Callable[[int], None]) -> dict[str, Any]:
     """The JSON object of a request; a large one is parsed beside the event loop."""
-    body = await read_body(receive, state.config.max_body_bytes, state.config.body_timeout)
+    body = await read_body(receive, state.config.max_body_bytes, state.config.body_timeout, take)
     return await off_loop(state, parse_json, body) if len(body) > _BIG_BODY else parse_json(body)
 
 
@@ -45,8 +45,8 @@ class Generate:
         """Handle one request."""
         call = Call.of(scope)
         served = self._state.require_served()
-        with self._state.answering_for(call.key):
-            value = await read_request(self._state, receive)
+        with self._state.answering_for(call.key), self._state.bodies.of_one_request() as take:
+            value = await read_request(self._state, receive, take)
             await until_disconnect(receive, self._work(served, call, value, scope, receive, send))
 
     async def _work(self, served: Served, call: Call, value: dict[str, Any], scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,8 +66,8 @@ class JsonEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         served = self._state.require_served()
-        value = await read_request(self._state, receive)
-        body = await self._work(self._state, served, value)
+        with self._state.bodies.of_one_request() as take:
+            body = await self._work(self._state, served, await read_request(self._state, receive, take))
         await Response(msgspec.json.encode(body), media_type="application/json")(scope, receive, send)
 
 

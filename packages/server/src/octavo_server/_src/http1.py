@@ -6,7 +6,7 @@ Hands connections that speak HTTP/2 (by ALPN, or from their first bytes on) to `
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -15,6 +15,8 @@ from octavo_core.errors import RequestError
 from octavo_server._src.bounds import Bounds, too_many
 from octavo_server._src.http2 import PREFACE, Http2
 from octavo_server._src.openai_errors import error_body
+
+MAX_HEAD_BYTES: Final = 64 * 1024
 
 
 class BoundedHttp1(HttpToolsProtocol):
@@ -27,6 +29,7 @@ class BoundedHttp1(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
         self._beginning: bytes | None = b"" if self.speaks_http2 else None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -57,11 +60,17 @@ class BoundedHttp1(HttpToolsProtocol):
             self._beginning = None
         if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._await_head()
+        if self._head_timer is not None:
+            self._head_bytes += len(data)
         super().data_received(data)
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            error = RequestError(f"the head of a request has at most {MAX_HEAD_BYTES} bytes", code="head_too_large")
+            self._refuse(431, error)
 
     def on_headers_complete(self) -> None:
         """The head is there."""
         self._stop("_head_timer")
+        self._head_bytes = 0
         super().on_headers_complete()
 
     def pause_writing(self) -> None:
@@ -83,9 +92,12 @@ class BoundedHttp1(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP, in the shape of every other error."""
-        body = msgspec.json.encode(error_body(RequestError("this is not a valid HTTP/1.1 request", code="invalid_http")))
+        self._refuse(400, RequestError("this is not a valid HTTP/1.1 request", code="invalid_http"))
+
+    def _refuse(self, status: int, error: RequestError) -> None:
+        body = msgspec.json.encode(error_body(error))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[400] + head + body)
+        self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
 
     def _become_http2(self, data: bytes) -> None:

@@ -19,7 +19,7 @@ from octavo_server._src.app import build_app
 from octavo_server._src.bounds import Bounds
 from octavo_server._src.config import ServerConfig
 from octavo_server._src.http1 import BoundedHttp1
-from octavo_server._src.sockets import BACKLOG
+from octavo_server._src.sockets import BACKLOG, room_for_connections
 from octavo_server._src.state import ServerState
 from octavo_server._src.tls import tls_context
 
@@ -113,7 +113,7 @@ def own_signals() -> Iterator[None]:
 
 
 def _uvicorn_config(config: ServerConfig, state: ServerState) -> uvicorn.Config:
-    bounds = Bounds(config.max_connections, config.header_timeout, config.write_timeout)
+    bounds = Bounds(min(config.max_connections, room_for_connections()), config.header_timeout, config.write_timeout)
     chosen = uvicorn.Config(
         build_app(state),
         http=type("Http1", (BoundedHttp1,), {"bounds": bounds, "speaks_http2": config.http2}),

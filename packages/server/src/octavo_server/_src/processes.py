@@ -30,10 +30,16 @@ _TICK_S: Final = 0.1
 _GRACE_S: Final = 6.0
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 15.0
+BEAT_S: Final = 1.0
+"""A frontend's event loop says so often that it comes round."""
+_SILENT_S: Final = 15.0
+"""A frontend that says nothing for so long is replaced: it would take connections and answer none."""
+_MOST_AT_ONCE_S: Final = 0.5
+"""Of a silence between two looks: this process may have been stopped, or the machine asleep."""
 
 
 class FrontendSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a frontend is started with, on its standard input. Numbers of descriptors it inherits: where it listens, where it says `up`."""
+    """What a frontend is started with, on its standard input. Numbers of descriptors it inherits: where it listens, where it says that it is up and comes round."""
 
     index: int
     config: dict[str, Any]
@@ -45,14 +51,21 @@ class FrontendSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class Keeper(Protocol):
-    """A supervisor, as far as it matters here."""
+    """A supervisor, as far as it matters here. `folder` and `ipc` are known once it is started."""
 
     folder: str
     ipc: str
     failure: BaseException | None
 
+    @property
+    def is_ready(self) -> bool:
+        """A core serves."""
+
     def start(self) -> Any:
         """Begin to start a core."""
+
+    def clean(self) -> None:
+        """Give back the shared memory of processes that died."""
 
     def close(self, *, at_once: bool = False) -> None:
         """End it."""
@@ -86,10 +99,12 @@ class _Frontend:
         self._spec = spec
         self.process: subprocess.Popen[bytes] | None = None
         self.is_up = False
+        self._silent_s, self._looked_s = 0.0, time.monotonic()
         self._failures, self._next_s = 0, 0.0
         self._up = -1
 
     def spawn(self) -> None:
+        self._silent_s = 0.0
         self._up, write = os.pipe()
         os.set_blocking(self._up, False)
         spec = msgspec.structs.replace(self._spec, up=write)
@@ -105,8 +120,8 @@ class _Frontend:
             self.process.stdin.write(msgspec.json.encode(spec) + b"\n")
             self.process.stdin.flush()  # and stays open
 
-    def watch(self) -> None:
-        """Notice that it is up, or has ended.
+    def watch(self) -> bool:
+        """Notice that it is up, or has ended; True when it has ended just now.
 
         Raises:
             OctavoError: It ended without ever having served.
@@ -114,11 +129,10 @@ class _Frontend:
         if self.process is None:
             if time.monotonic() >= self._next_s:
                 self.spawn()
-            return
-        with contextlib.suppress(BlockingIOError):
-            self.is_up = self.is_up or bool(os.read(self._up, 16))
+            return False
+        self._listen()
         if (status := self.process.poll()) is None:
-            return
+            return False
         self.close()
         if not self.is_up:
             raise EngineDeadError(f"a frontend ended with status {status} before it served; what it said stands above")
@@ -126,6 +140,19 @@ class _Frontend:
         self._failures += 1
         self._next_s = time.monotonic() + pause_s
         LOG.error("a frontend ended with status %s; another one starts in %.2g s", status, pause_s)
+        return True
+
+    def _listen(self) -> None:
+        """Take in its signs of life; end one that gives none any more."""
+        now_s = time.monotonic()
+        self._silent_s, self._looked_s = self._silent_s + min(now_s - self._looked_s, _MOST_AT_ONCE_S), now_s
+        with contextlib.suppress(BlockingIOError):
+            if os.read(self._up, 4096):
+                self.is_up, self._silent_s = True, 0.0
+        if self.is_up and self._silent_s > _SILENT_S and self.process is not None and self.process.poll() is None:
+            LOG.error("a frontend has not come round for %.0f s and is ended", self._silent_s)
+            self.process.kill()
+            self.process.wait()
 
     def send(self, sig: int) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -171,7 +198,10 @@ def serve_processes(config: ServerConfig, keeper: Keeper, *, announce: Callable[
 def _counted_signals() -> Iterator[list[int]]:
     """Signals that ask this process to stop, as they come."""
     seen: list[int] = []
-    kept = {one: signal.signal(one, lambda number, _: seen.append(number)) for one in (signal.SIGTERM, signal.SIGINT)}
+    wanted = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a closed terminal, but for nohup
+        wanted.append(signal.SIGHUP)
+    kept = {one: signal.signal(one, lambda number, _: seen.append(number)) for one in wanted}
     try:
         yield seen
     finally:
@@ -182,13 +212,15 @@ def _counted_signals() -> Iterator[list[int]]:
 class _Fleet:
     def __init__(self, config: ServerConfig, keeper: Keeper, sock: socket.socket) -> None:
         self._config, self._keeper, self._sock = config, keeper, sock
-        values = dataclasses.asdict(config)
-        spec: dict[str, Any] = {"config": values, "folder": keeper.folder, "ipc": keeper.ipc, "sockets": [sock.fileno()], "up": -1}
-        self._frontends = [_Frontend(FrontendSpec(index=i, **spec)) for i in range(config.api_server_count)]
+        self._frontends: list[_Frontend] = []
         self._at_once = False
 
     def start(self) -> None:
         self._keeper.start()
+        values = dataclasses.asdict(self._config)
+        spec: dict[str, Any] = {"config": values, "folder": self._keeper.folder, "ipc": self._keeper.ipc, "up": -1}
+        spec["sockets"] = [self._sock.fileno()]
+        self._frontends = [_Frontend(FrontendSpec(index=i, **spec)) for i in range(self._config.api_server_count)]
         for frontend in self._frontends:
             frontend.spawn()
 
@@ -199,8 +231,9 @@ class _Fleet:
             if self._keeper.failure is not None:
                 raise self._keeper.failure
             for frontend in self._frontends:
-                frontend.watch()
-            if not was_announced and all(frontend.is_up for frontend in self._frontends):
+                if frontend.watch():
+                    self._keeper.clean()
+            if not was_announced and self._keeper.is_ready and all(frontend.is_up for frontend in self._frontends):
                 was_announced = True
                 with contextlib.suppress(OSError):  # nobody reads standard output any more: not a reason to stop serving
                     announce(url_of(self._config.host, self._sock.getsockname()[1], scheme=self._config.scheme), self._kept())

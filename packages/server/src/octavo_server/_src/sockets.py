@@ -11,6 +11,8 @@ from typing import Final
 from octavo_core.errors import ConfigError
 
 BACKLOG: Final = 4096
+_OTHER_FILES: Final = 96
+"""Files a frontend has open that are no connections."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -47,3 +49,9 @@ def raise_file_limit() -> None:
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def room_for_connections() -> int:
+    """How many connections may be open so that as many again can still be told that they are too many."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**31 if soft == resource.RLIM_INFINITY else max(1, (soft - _OTHER_FILES) // 2)

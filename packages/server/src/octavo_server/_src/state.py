@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo_core.errors import RequestError, UnknownModelError, nearest_name
 from octavo_core.wire import ModelCard
+from octavo_server._src.body import BODIES_AT_ONCE, Bodies
 from octavo_server._src.config import ServerConfig
 from octavo_server._src.keys import Keys
 from octavo_server._src.metrics import Metrics
@@ -65,6 +66,7 @@ class ServerState:
         self.answering = 0
         """Generating HTTP requests that have not been answered to their end."""
         self.is_draining = False
+        self.bodies = Bodies(BODIES_AT_ONCE * config.max_body_bytes)
         self.metrics = Metrics()
         self.keys = Keys.load(config.api_key, config.api_keys_file)
         self.quotas = quotas or Quotas(self.keys.entries)

@@ -117,8 +117,16 @@ class Hub:
         if known is not None:
             self._drop(known, "it has gone")
         if isinstance(message, messages.Attach):
-            self._peers[message.name] = _Peer(message.name, identity, self._transport, self._folder)
-            self._router.send_multipart([identity, messages.encode(messages.Attached(stats))])
+            self._attach(identity, message.name, stats)
+
+    def _attach(self, identity: bytes, name: str, stats: EngineStats) -> None:
+        answer: messages.Attached | messages.Detached = messages.Attached(stats)
+        try:
+            self._peers[name] = _Peer(name, identity, self._transport, self._folder)
+        except OSError as error:
+            logger.error("a frontend cannot be served: %s", error.strerror)
+            answer = messages.Detached(f"there is no way to it: {error.strerror}")
+        self._router.send_multipart([identity, messages.encode(answer)])
 
     def _take(self, peer: _Peer, header: FrameHeader, payload: bytes) -> None:
         message: Any = decode(header.kind, payload)

@@ -35,6 +35,8 @@ ATTACH_S: Final = 2.0
 """A core that does not answer for so long is asked again."""
 SILENT_FACTOR: Final = 1.5
 """A core that says nothing for so many times what the watchdog allows is attached to anew, if the supervisor finds it well."""
+RETRY_S: Final = 1.0
+"""Between attempts to attach to a core that is well but cannot be reached."""
 MAX_BACKLOG_BYTES: Final = 64 * 2**20
 READ_AT_ONCE: Final = 8
 MAX_UNREAD: Final = 16384
@@ -177,6 +179,7 @@ class RemoteEngine:
         self._folder, self._transport = Path(folder), open_transport(ipc, Path(folder))
         self._streams = _Streams()
         self._clock = AwakeClock()
+        self._next_attach_s = 0.0
         self._attachment: _Attachment | None = None
         self._is_attached = False
         self._reason = "the engine core is starting"
@@ -263,9 +266,12 @@ class RemoteEngine:
         while True:
             try:
                 self._turn()
+            except OSError as error:
+                logger.error("there is no way to the engine core: %s", error.strerror)
+                self._lose(f"there is no way to the engine core: {error.strerror}", pause_s=RETRY_S)
             except Exception as error:  # a fault here must not leave streams waiting for ever
                 logger.exception("the way to the engine core is lost")
-                self._lose(f"the way to the engine core is lost: {type(error).__name__}: {error}")
+                self._lose(f"the way to the engine core is lost: {type(error).__name__}: {error}", pause_s=RETRY_S)
             await asyncio.sleep(FOLLOW_S)
 
     def _turn(self) -> None:
@@ -290,7 +296,7 @@ class RemoteEngine:
     def _obey(self, state: State) -> None:
         if self._attachment is not None and (state.generation != self._attachment.generation or state.phase is not Phase.READY):
             self._lose(state.reason or "the engine core is starting")
-        if state.phase is Phase.READY and self._attachment is None:
+        if state.phase is Phase.READY and self._attachment is None and self._clock.now_s >= self._next_attach_s:
             self.card, self.table = state.card, state.table
             self._attachment = _Attachment(self._folder, self._transport, state, asyncio.get_running_loop(), self._clock.now_s)
         elif state.phase is not Phase.READY:
@@ -299,7 +305,9 @@ class RemoteEngine:
 
     def _answer(self, attachment: _Attachment, message: messages.Attached | messages.Detached) -> None:
         if isinstance(message, messages.Detached):
-            self._lose(f"the engine core has let go of this frontend: {message.reason}")
+            self._lose(
+                f"the engine core has let go of this frontend: {message.reason}", pause_s=0.0 if self._is_attached else RETRY_S
+            )
             return
         attachment.incoming = Incoming(self._transport.receiver(f"{attachment.name}/outputs"))
         asyncio.get_running_loop().add_reader(attachment.bell.fileno(), self._hear)
@@ -309,8 +317,9 @@ class RemoteEngine:
         self._is_attached = True
         self._ready.set()
 
-    def _lose(self, reason: str) -> None:
-        """The core is gone, for us: everything that runs fails."""
+    def _lose(self, reason: str, *, pause_s: float = 0.0) -> None:
+        """The core is gone, for us: everything that runs fails. The next one, or this one again, is looked for after a pause."""
+        self._next_attach_s = self._clock.now_s + pause_s
         attachment, self._attachment = self._attachment, None
         self._is_attached, self._reason = False, reason
         self._ready.clear()

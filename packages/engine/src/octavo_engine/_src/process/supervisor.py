@@ -11,11 +11,9 @@ import contextlib
 import dataclasses
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -29,6 +27,7 @@ from octavo_core.wire import ModelCard
 from octavo_engine._src.process import flight, messages, transport
 from octavo_engine._src.process.awake import AwakeClock
 from octavo_engine._src.process.config import ProcessConfig
+from octavo_engine._src.process.folders import ServerFolder
 from octavo_engine._src.process.messages import Phase, Report, State, Table
 from octavo_engine.config import EngineConfig
 
@@ -57,9 +56,9 @@ class Supervisor:
 
     def __init__(self, config: EngineConfig, process: ProcessConfig | None = None, *, core: str = DEFAULT_CORE) -> None:
         self.process = process or ProcessConfig()
-        self.ipc, why = transport.choose(self.process.ipc)
-        self._table: Table = [("core", "a process of its own", "--in-process keeps one"), ("ipc", self.ipc, why)]
-        self.folder = tempfile.mkdtemp(prefix="octavo-")
+        self.ipc, self.folder = "", ""
+        self._table: Table = [("core", "a process of its own", "--in-process keeps one")]
+        self._folder: ServerFolder | None = None
         self._config, self._core = config, core
         self._context: Any = zmq.Context()
         self._reports, self._states = self._context.socket(zmq.PULL), self._context.socket(zmq.PUB)
@@ -75,18 +74,26 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="octavo-supervisor", daemon=True)
 
     def start(self) -> Supervisor:
-        """Begin to start a core; returns at once. `wait_ready` waits."""
-        self._clean()
+        """Begin to start a core; returns at once, and then `ipc` and `folder` are known. `wait_ready` waits.
+
+        Raises:
+            ConfigError: There is no place for sockets, or `--ipc` cannot be had.
+        """
+        self._folder = ServerFolder()
+        self.folder = str(self._folder.path)
+        self.ipc, why = transport.choose(self.process.ipc)
+        self._table.append(("ipc", self.ipc, why))
+        self.clean()
         self._reports.bind(messages.report_endpoint(self.folder))
         self._states.bind(messages.state_endpoint(self.folder))
         self._thread.start()
         return self
 
-    def _clean(self) -> None:
-        if self.ipc == "iceoryx2":
-            cleaner = transport.Iceoryx()
-            cleaner.clean()
-            cleaner.close()
+    def clean(self) -> None:
+        """Give back the shared memory of processes that died, of this server or an earlier one."""
+        cleaner = transport.open_transport(self.ipc, Path(self.folder))
+        cleaner.clean()
+        cleaner.close()
 
     def wait_ready(self, timeout_s: int | float | None = None) -> ModelCard:
         """Wait for the first core to be ready.
@@ -110,6 +117,11 @@ class Supervisor:
         return [*self._table, *self.state.table]
 
     @property
+    def is_ready(self) -> bool:
+        """A core serves."""
+        return self.state.phase is Phase.READY
+
+    @property
     def core_pid(self) -> int | None:
         """The process id of the core, while there is one."""
         return self._child.pid if self._child is not None else None
@@ -121,7 +133,9 @@ class Supervisor:
         if self._thread.ident is not None:
             self._thread.join()
         self._context.destroy(linger=0)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
 
     def __enter__(self) -> Supervisor:
         return self.start()
@@ -132,19 +146,27 @@ class Supervisor:
     # The supervisor's thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
-            self._clock.tick()
-            if self._child is None and self._next_start_s is not None and self._clock.now_s >= self._next_start_s:
-                self._spawn()
-            if self._reports.poll(int(TICK_S * 1000)):
-                self._hear(messages.decode(self._reports.recv(), Report))
-            self._clock.tick()
-            self._watch()
-            if self._clock.now_s - self._said_s >= SAY_S:
-                self._say(self.state)
-        self._say(self._state_of(Phase.STOPPED, reason="the server is shutting down"))
+        try:
+            while not self._stopping.is_set():
+                self._turn()
+            self._say(self._state_of(Phase.STOPPED, reason="the server is shutting down"))
+        except Exception as error:  # nobody would watch the core any more: the server must end, not go on unwatched
+            logger.exception("the engine core cannot be watched any more")
+            self.failure = errors.EngineDeadError(f"the engine core cannot be watched any more: {type(error).__name__}: {error}")
+            self._gently = False
         if self._child is not None:
             self._end(self._child, gently=self._gently)
+
+    def _turn(self) -> None:
+        self._clock.tick()
+        if self._child is None and self._next_start_s is not None and self._clock.now_s >= self._next_start_s:
+            self._spawn()
+        if self._reports.poll(int(TICK_S * 1000)):
+            self._hear(messages.decode(self._reports.recv(), Report))
+        self._clock.tick()
+        self._watch()
+        if self._clock.now_s - self._said_s >= SAY_S:
+            self._say(self.state)
 
     def _state_of(self, phase: Phase, **more: Any) -> State:
         return State(generation=self._generation, phase=phase, ipc=self.ipc, watchdog_s=self.process.watchdog_timeout, **more)
@@ -164,7 +186,11 @@ class Supervisor:
             flight=str(self._flight_file()),
         )
         command = [sys.executable, "-m", "octavo_engine.main"]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        try:
+            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        except OSError as error:  # no memory, or no process more
+            self._plan_next(f"it could not be started: {error.strerror}", None)
+            return
         assert self._child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.write(msgspec.json.encode(spec) + b"\n")
@@ -211,11 +237,15 @@ class Supervisor:
         if child is None:
             return
         was_ready = self.state.phase is Phase.READY
-        reason = f"the engine core is gone: {reason}"
-        self._say(self._state_of(Phase.FAILED, reason=reason))
+        self._say(self._state_of(Phase.FAILED, reason=f"the engine core is gone: {reason}"))
         self._end(child, gently=False)
         self._write_flight()
-        self._clean()
+        self.clean()
+        self._plan_next(reason, report, was_ready=was_ready)
+
+    def _plan_next(self, reason: str, report: Report | None, *, was_ready: bool = False) -> None:
+        """When another core is started; a first one that never served is the last."""
+        reason = f"the engine core is gone: {reason}"
         if not was_ready and self._ready_s == 0.0:
             self.failure = _error_of(report, reason)
             self._next_start_s = None

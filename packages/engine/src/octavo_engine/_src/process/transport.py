@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import socket
 from pathlib import Path
@@ -16,11 +17,17 @@ from types import ModuleType
 from typing import Any, Final, Protocol, runtime_checkable
 
 from octavo_core.errors import ConfigError
+from octavo_engine._src.process.folders import user_folder
 
 SLOT_BYTES: Final = 16 * 1024
 """Largest frame; longer messages travel in parts."""
 NUM_SLOTS: Final = 64
 """Frames that may wait for the receiver."""
+SHARED_MEMORY: Final = "/dev/shm"
+END_BYTES: Final = 2 * NUM_SLOTS * SLOT_BYTES
+"""Of shared memory, free before a sender is made: what it takes, and as much to spare."""
+START_BYTES: Final = 8 * END_BYTES
+"""Free before a server relies on it: two frontends, and their successors before the dead are cleaned away."""
 KINDS: Final = ("auto", "iceoryx2", "sockets")
 
 
@@ -58,6 +65,9 @@ class Transport(Protocol):
     def receiver(self, service: str) -> Receiver:
         """The one receiving end."""
 
+    def clean(self) -> None:
+        """Give back what processes left that died."""
+
     def close(self) -> None:
         """Close what is common to the ends."""
 
@@ -66,17 +76,29 @@ def choose(wanted: str) -> tuple[str, str]:
     """The transport to use and why.
 
     Raises:
-        ConfigError: What was asked for is not there.
+        ConfigError: What was asked for cannot be had.
     """
     if wanted == "sockets":
         return wanted, "--ipc"
     try:
         _iceoryx2()
+        room = free_bytes()
+        problem = "" if room >= START_BYTES else f"{SHARED_MEMORY} has {room >> 10} KiB free, {START_BYTES >> 10} are wanted"
     except ImportError as error:
-        if wanted == "iceoryx2":
-            raise ConfigError(f"--ipc iceoryx2: the package cannot be imported ({error}); use --ipc sockets") from None
-        return "sockets", f"iceoryx2 cannot be imported: {error}"
-    return "iceoryx2", "--ipc" if wanted == "iceoryx2" else "lock-free shared memory"
+        problem = f"iceoryx2 cannot be imported: {error}"
+    except OSError as error:
+        problem = f"{SHARED_MEMORY}: {error.strerror}"
+    if not problem:
+        return "iceoryx2", "--ipc" if wanted == "iceoryx2" else "lock-free shared memory"
+    if wanted == "iceoryx2":
+        raise ConfigError(f"--ipc iceoryx2: {problem}; use --ipc sockets")
+    return "sockets", problem
+
+
+def free_bytes() -> int:
+    """Room for shared memory."""
+    found = os.statvfs(SHARED_MEMORY)
+    return found.f_bavail * found.f_frsize
 
 
 def open_transport(kind: str, folder: Path) -> Transport:
@@ -90,12 +112,6 @@ def _iceoryx2() -> ModuleType:
     return iceoryx2
 
 
-def iceoryx_root() -> Path:
-    """Where iceoryx2 keeps what names its shared memory: one folder per user, so that a later start finds what a dead one left."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
-    return Path(base) / f"octavo-{os.getuid()}"
-
-
 class Iceoryx:
     """Publish/subscribe in shared memory, one publisher and one subscriber a service."""
 
@@ -104,10 +120,7 @@ class Iceoryx:
     def __init__(self) -> None:
         iox = self._iox = _iceoryx2()
         iox.set_log_level(iox.LogLevel.Error)
-        root = iceoryx_root()
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if root.stat().st_uid != os.getuid():
-            raise ConfigError(f"{root} belongs to another user; set XDG_RUNTIME_DIR to a folder of your own, or use --ipc sockets")
+        root = user_folder()  # one per user, so that a later start finds what a dead one left
         config = iox.config.default()
         config.global_cfg.root_path = iox.Path.new(f"{root}/")
         config.global_cfg.prefix = iox.FileName.new(f"octavo{os.getuid()}_")
@@ -115,14 +128,22 @@ class Iceoryx:
         self._node = builder.create(iox.ServiceType.Ipc)
 
     def clean(self) -> None:
-        """Give back the shared memory of processes that died with it."""
+        """See the seam."""
         with contextlib.suppress(Exception):  # somebody else may clean at the same time; what is left is left to the next start
             self._node.try_cleanup_dead_nodes()
 
     def sender(self, service: str) -> Sender:
-        """See the seam."""
+        """See the seam.
+
+        Raises:
+            OSError: There is no shared memory left. All of a sender's is taken here: what is written to later must be there then.
+        """
+        if free_bytes() < END_BYTES:
+            raise OSError(errno.ENOSPC, f"{SHARED_MEMORY} is full")
         publishers = self._service(service).publisher_builder().initial_max_slice_len(SLOT_BYTES).max_loaned_samples(1)
-        return _IceoryxSender(publishers.backpressure_strategy(self._iox.BackpressureStrategy.DiscardData).create())
+        publisher = publishers.backpressure_strategy(self._iox.BackpressureStrategy.DiscardData).create()
+        _take(f"*_{publisher.id.value}.data")
+        return _IceoryxSender(publisher)
 
     def receiver(self, service: str) -> Receiver:
         """See the seam."""
@@ -136,6 +157,13 @@ class Iceoryx:
     def close(self) -> None:
         """See the seam."""
         self._node = None
+
+
+def _take(pattern: str) -> None:
+    """Fill the holes of files in shared memory: a page that cannot be had later would be the end of the process (SIGBUS)."""
+    for path in Path(SHARED_MEMORY).glob(pattern):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
 class _IceoryxSender:
@@ -185,6 +213,9 @@ class Sockets:
 
     def _path(self, service: str) -> str:
         return str(self._folder / f"{service.replace('/', '-')}.data")
+
+    def clean(self) -> None:
+        """See the seam: names in the server's folder go with it."""
 
     def close(self) -> None:
         """See the seam."""
