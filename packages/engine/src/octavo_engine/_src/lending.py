@@ -42,11 +42,11 @@ class Lending:
     def __init__(self, planner: Planner, cache: LoadingCache[Any]) -> None:
         spec = planner.spec
         self._max_len, self._usable = spec.max_len, spec.num_blocks[0] - 1
-        one = np.int32(0)
+        one: Any = np.int32(0)
         self._load = planner.cache_program(
             "load", cache.load, np.zeros(spec.max_len, np.int32), one, one, np.zeros(2, np.uint32), one
         )
-        blocks = np.zeros(spec.max_blocks, np.int32)
+        blocks: Any = np.zeros(spec.max_blocks, np.int32)
         self._unload = planner.cache_program(
             "unload", lambda c, loaded: (cache.unload(c, loaded),), Loaded(blocks, blocks, one, one)
         )
