@@ -11,7 +11,7 @@ quarter of the weights, half of the rounding noise in the logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -111,13 +111,22 @@ class Decoder(nnx.Module):
         kv_heads: Stored for each token: the model's KV heads, or one for each of so many devices, whichever is more.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jax.typing.DTypeLike, rope_divisors: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: jax.typing.DTypeLike,
+        rope_divisors: Sequence[float] | None = None,
+        make_layer: Callable[..., Any] | None = None,
+    ) -> None:
         """Weights are zeros; `load_model` fills them.
 
         Args:
             config: Sizes and switches.
             dtype: Of weights and dot operands: float32 or bfloat16.
             rope_divisors: A checkpoint's own divisor of each rotary frequency; replaces the scaling in `config.rope`.
+            make_layer: Makes another layer than a `Block` of the same arguments, to be called as one; its `weight_parts(prefix)` says what
+                it is filled with.
         """
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.kv_heads = config.num_kv_heads
@@ -126,7 +135,7 @@ class Decoder(nnx.Module):
         local = config.local_rope
         self.local_frequencies = None if local is None else inverse_frequencies(local, turning)
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.blocks = nnx.List([Block(config, layer, dtype=dtype) for layer in range(config.num_layers)])
+        self.blocks = nnx.List([(make_layer or Block)(config, layer, dtype=dtype) for layer in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, offset=config.norm_offset)
         tied = config.tie_word_embeddings
         self.head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from octavo_core.errors import ConfigError
 from octavo_models._src.attention import Attention
-from octavo_models._src.decoder import Decoder
+from octavo_models._src.decoder import Block, Decoder
 from octavo_models._src.latent_attention import LatentAttention
 from octavo_models._src.mlp import GatedMLP
 from octavo_models._src.model_config import ModelConfig
@@ -81,6 +81,8 @@ class Placement:
         """
         if not isinstance(model, Decoder):
             raise ConfigError(f"--tensor-parallel-size divides a {Decoder.__name__}, this model is a {type(model).__name__}")
+        if not all(isinstance(block, Block) for block in model.blocks):
+            raise ConfigError("--tensor-parallel-size divides Octavo's own layers, this model has others")
         self.check(model.config)
         places = dict(self._places(model))
 
@@ -89,7 +91,8 @@ class Placement:
             if where.rows is not None and where.axis is not None:
                 values = np.take(values, where.rows, axis=where.axis)
             spec = PartitionSpec() if where.axis is None else PartitionSpec(*[None] * where.axis, self._axis)
-            return jax.device_put(values, NamedSharding(self.mesh, spec))
+            # Not `device_put`: where the mesh reaches into other processes it would compare all weights over the network.
+            return jax.make_array_from_callback(values.shape, NamedSharding(self.mesh, spec), values.__getitem__)
 
         return place
 
