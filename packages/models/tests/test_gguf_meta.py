@@ -88,8 +88,7 @@ def test_the_default_checkpoint_is_read(smollm2_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"arch": "gemma3"}, "'gemma3' is not served.*'llama'"),
-        ({"numbers": {"llama.expert_count": 8}}, "expert_count"),
+        ({"arch": "bert"}, "'bert' is not served.*'llama'"),
         ({"texts": {"llama.rope.scaling.type": "yarn"}}, "'yarn'"),
         ({"numbers": {"llama.rope.dimension_count": 8}}, "dimension_count"),
         ({"numbers": {"split.count": 3}}, "split over 3 files"),
@@ -104,6 +103,7 @@ def test_what_is_not_served_is_refused_in_one_line(tmp_path, options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"numbers": {"llama.expert_count": 8}}, "'llama.expert_used_count' must be"),
         ({"numbers": {"llama.block_count": None}}, "'llama.block_count' must be"),
         ({"numbers": {"llama.attention.head_count": 0}}, "'llama.attention.head_count' must be"),
         ({"numbers": {"llama.attention.head_count_kv": 3}}, "head_count_kv' must be a divisor"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from octavo_core.errors import CheckpointError, UnsupportedModelError
-from octavo_models._src import gguf_meta, hf_config
+from octavo_models._src import gguf_config, gguf_meta, hf_config
 from octavo_models._src.fields import read_json
 from octavo_models._src.model_config import GenerationConfig, ModelConfig
 from octavo_models._src.progress import download_bar, note
@@ -115,7 +115,7 @@ def open_checkpoint(path: Path, *, name: str | None = None) -> Checkpoint:
 
 def _open_gguf(path: Path, name: str) -> Checkpoint:
     header = gguf_meta.read_gguf(path)
-    config, generation = gguf_meta.model_config(header), gguf_meta.generation_config(header)
+    config, generation = gguf_config.model_config(header), gguf_meta.generation_config(header)
     hf_config.check_token_ids(generation, config.vocab_size, source=str(path))
     return Checkpoint(path, "gguf", name, config, generation, (path,))
 

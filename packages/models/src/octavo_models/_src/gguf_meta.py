@@ -1,4 +1,4 @@
-"""A GGUF file's metadata and tensor table, and the Llama configuration they describe.
+"""A GGUF file's metadata and tensor table. What model they describe is read by `gguf_config`.
 
 Reads the header only, through a memory map and in a fraction of the time of `gguf.GGUFReader`, so that a frontend can have the
 tokenizer without numpy views of every string. Tensor data are the weight loader's; here only their place is checked.
@@ -17,14 +17,12 @@ from typing import Any, Final, NamedTuple
 
 from octavo_core.errors import CheckpointError, UnsupportedModelError
 from octavo_models._src.fields import Fields
-from octavo_models._src.hf_config import check_heads
-from octavo_models._src.model_config import GenerationConfig, ModelConfig, RopeConfig
+from octavo_models._src.model_config import GenerationConfig
 
 _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS: Final = 4
 _MAX_NAME_BYTES: Final = 65535
-_FILE_TYPES: Final = {0: "float32", 1: "float16"}
 
 
 class GgufTensor(NamedTuple):
@@ -197,72 +195,6 @@ _TYPE_SIZES: Final = {
     for block, sizes in ((1, _PLAIN_SIZES), (32, _SIZES_OF_32), (256, _SIZES_OF_256))
     for kind, size in sizes.items()
 }
-
-
-def model_config(header: GgufHeader) -> ModelConfig:
-    """The Llama model a GGUF header describes.
-
-    Raises:
-        CheckpointError: When a key is missing, ill-typed or contradicts another.
-        UnsupportedModelError: When the architecture or one of its options is not served.
-    """
-    fields = Fields(header.metadata, str(header.path))
-    _refuse_unserved(fields)
-    hidden, heads = fields.integer("llama.embedding_length"), fields.integer("llama.attention.head_count")
-    config = ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=_vocab_size(header, fields),
-        hidden_size=hidden,
-        intermediate_size=fields.integer("llama.feed_forward_length"),
-        num_layers=fields.integer("llama.block_count"),
-        num_heads=heads,
-        num_kv_heads=fields.integer("llama.attention.head_count_kv", heads),
-        head_dim=fields.integer("llama.attention.key_length") if fields.has("llama.attention.key_length") else hidden // heads,
-        rms_norm_eps=fields.number("llama.attention.layer_norm_rms_epsilon"),
-        max_position_embeddings=fields.integer("llama.context_length"),
-        tie_word_embeddings="output.weight" not in header.tensors,
-        attention_bias="blk.0.attn_q.bias" in header.tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in header.tensors,
-        rope=_rope(fields),
-        dtype=_FILE_TYPES.get(fields.integer("general.file_type", 32, least=0), "bfloat16"),
-        has_rope_freqs="rope_freqs.weight" in header.tensors,
-    )
-    names = ("llama.embedding_length", "llama.attention.head_count", "llama.attention.head_count_kv", "llama.attention.key_length")
-    check_heads(config, fields, names=names, derived=not fields.has("llama.attention.key_length"))
-    if fields.integer("llama.rope.dimension_count", config.head_dim) != config.head_dim:
-        raise UnsupportedModelError(f"{header.path}: rotating only part of each head ('llama.rope.dimension_count') is not served")
-    return config
-
-
-def _refuse_unserved(fields: Fields) -> None:
-    architecture = fields.text("general.architecture")
-    if architecture != "llama":
-        raise UnsupportedModelError(f"{fields.source}: architecture '{architecture}' is not served; this version serves 'llama'")
-    if fields.integer("llama.expert_count", 0, least=0):
-        raise UnsupportedModelError(f"{fields.source}: a mixture of experts ('llama.expert_count') is not served")
-
-
-def _vocab_size(header: GgufHeader, fields: Fields) -> int:
-    """Rows of the embedding, which may be padded beyond the tokenizer's tokens."""
-    tokens = fields.values.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
-        raise CheckpointError(f"{fields.source}: 'tokenizer.ggml.tokens' must be a list of tokens, got {type(tokens).__name__}")
-    embedding = header.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(f"{fields.source}: tensor 'token_embd.weight' with two axes is missing")
-    if embedding.shape[1] < len(tokens):
-        raise CheckpointError(f"{fields.source}: {len(tokens)} tokens, but 'token_embd.weight' has only {embedding.shape[1]} rows")
-    return embedding.shape[1]
-
-
-def _rope(fields: Fields) -> RopeConfig:
-    theta = fields.number("llama.rope.freq_base", 10000.0)
-    kind = fields.text("llama.rope.scaling.type", "none")
-    if kind == "none":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", factor=fields.number("llama.rope.scaling.factor"))
-    raise UnsupportedModelError(f"{fields.source}: rope scaling '{kind}' is not served; this version serves none and linear")
 
 
 def generation_config(header: GgufHeader) -> GenerationConfig:

@@ -1,4 +1,4 @@
-"""Weights of the Llama family from a GGUF file, under their Hugging Face names and in Hugging Face order.
+"""Weights from a GGUF file, under their Hugging Face names and in Hugging Face order.
 
 Knows how llama.cpp names tensors and reorders the rows of Q and K; leaves the header to `gguf_meta` and the arithmetic of each
 quantisation to the `gguf` package. The weights of a quantised checkpoint are bfloat16 values whatever dtype they are kept in:
@@ -27,20 +27,54 @@ _IN_BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
 }
+_AROUND_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Of blocks with norms after attention and MLP too."""
+
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)(?:_exps|\.(\d+))\.weight")
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_DIVISORS = "rope_freqs.weight"
 _PLAIN = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16)
 
 
-def hugging_face_name(name: str) -> str:
-    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; names not known are returned as they are."""
-    if (match := _BLOCK_NAME.fullmatch(name)) and match[2] in _IN_BLOCK:
-        return f"model.layers.{match[1]}.{_IN_BLOCK[match[2]]}.{match[3]}"
+def hugging_face_name(name: str, *, norms_around: bool = False) -> str:
+    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; names not known are returned as they are.
+
+    Args:
+        name: As the file has it.
+        norms_around: The blocks have norms after attention and MLP too.
+    """
+    inside = {**_IN_BLOCK, **_AROUND_NORMS} if norms_around else _IN_BLOCK
+    if (match := _BLOCK_NAME.fullmatch(name)) and match[2] in inside:
+        return f"model.layers.{match[1]}.{inside[match[2]]}.{match[3]}"
     stem, _, kind = name.rpartition(".")
     return f"{_TOP[stem]}.{kind}" if stem in _TOP else name
+
+
+def _experts(name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
+    """A tensor of all experts as one for each, and one of a single expert under its name; empty for any other.
+
+    GGUF stacks experts along the slowest axis.
+    """
+    match = _EXPERTS.fullmatch(name)
+    if match is None:
+        return {}
+    prefix = f"model.layers.{match[1]}.mlp.experts"
+    if match[3] is not None:
+        return {f"{prefix}.{match[3]}.{match[2]}_proj.weight": tensor}
+    each = tensor._replace(shape=tensor.shape[:-1])
+    _, per_block, block_bytes = _coding(tensor)
+    size = math.prod(each.shape) // per_block * block_bytes
+    return {f"{prefix}.{e}.{match[2]}_proj.weight": each._replace(offset=tensor.offset + e * size) for e in range(tensor.shape[-1])}
 
 
 def half_split_order(num_rows: int, num_heads: int) -> np.ndarray:
@@ -70,8 +104,14 @@ class GGUFWeights:
         header = read_gguf(path)
         # As a plain array: slices of `np.memmap` carry bookkeeping that costs a fifth of the loading time.
         self._raw = np.asarray(np.memmap(path, np.uint8, mode="r"))
-        self._tensors = {hugging_face_name(name): _Tensor(header, tensor) for name, tensor in header.tensors.items()}
-        self._heads = {"q_proj": num_heads, "k_proj": num_kv_heads}
+        norms_around = "blk.0.post_ffw_norm.weight" in header.tensors
+        found: dict[str, GgufTensor] = {}
+        for name, tensor in header.tensors.items():
+            found |= _experts(name, tensor) or {hugging_face_name(name, norms_around=norms_around): tensor}
+        self._tensors = {name: _Tensor(header, tensor) for name, tensor in found.items()}
+        # llama.cpp turns neighbouring pairs in its `llama` only; elsewhere it turns halves, as Hugging Face does.
+        is_llama = header.metadata.get("general.architecture", "llama") == "llama"
+        self._heads = {"q_proj": num_heads, "k_proj": num_kv_heads} if is_llama else {}
         self.is_quantised = any(t.kind not in _PLAIN for t in self._tensors.values())
         divisors = self._tensors.get(_ROPE_DIVISORS)
         self.rope_divisors = None if divisors is None else tuple(divisors.rows(self._raw, slice(None)).ravel().tolist())
