@@ -76,8 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("dry run: this checkout is as it was")
         else:
             done = prepare(ROOT, args.package, args.version, args.date)
-            make(done, args.out)
+            archives = make(done, args.out)
             print(f"next: git push --atomic origin HEAD {done.tag}, then uv publish with the archives above")
+            if any("-linux_" in path.name for path in archives):
+                print(
+                    "but not the wheel: it is for machines like this one, and indexes take none such; installers build the source archive"
+                )
         return 0
     except (Refused, CommandFailed) as error:
         print(f"refused:\n{error}" if isinstance(error, Refused) else f"FAIL: {error}")
@@ -233,8 +237,8 @@ def may_break(previous: Version, version: Version) -> bool:
     return version.release[:places] > previous.release[:places]
 
 
-def make(release: Release, out: Path) -> None:
-    """Write, build, commit, tag; what was written is taken back when something fails.
+def make(release: Release, out: Path) -> list[Path]:
+    """Write, build, commit, tag; what was written is taken back when something fails. Answers the archives.
 
     Raises:
         CommandFailed: An archive cannot be built or is not what it should be.
@@ -257,6 +261,7 @@ def make(release: Release, out: Path) -> None:
     message = f"{release.package.name} {release.version}\n\n{section.body if section else ''}"
     git(release.root, "tag", "--annotate", "--cleanup=verbatim", "--message", message, release.tag)
     print(*(f"changed {file}" for file in files), *(f"built   {path}" for path in archives), f"tagged  {release.tag}", sep="\n")
+    return archives
 
 
 def new_texts(release: Release) -> Mapping[Path, str]:
