@@ -1,16 +1,18 @@
 """What a frontend costs: `python -m octavo_server.bench [--json FILE] [--quick]`.
 
 A real server on a real socket, streams read by another process, and an engine that has its tokens ready: processor time of this process
-alone, divided by the tokens it sent.
+alone, divided by the tokens it sent. And a whole server that has nothing to do, with a core that has no model.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from octavo_core.bench import Report, parse_arguments
@@ -20,7 +22,7 @@ from octavo_server._src.http_server import HttpServer
 from octavo_server._src.sockets import bind
 from octavo_server._src.state import ServerState
 
-GOALS: Final[dict[str, float | int]] = {"frontend.token": 200}
+GOALS: Final[dict[str, float | int]] = {"frontend.token": 200, "idle.server": 2}
 NUM_STREAMS: Final = 64
 _READER: Final = """
 import asyncio, sys
@@ -88,6 +90,36 @@ async def _cost(tokens: int) -> tuple[float, float]:
     return spent[0], spent[1]
 
 
+def _idle_percent(seconds: float) -> float:
+    """Share of one core that all processes of an idle server take, in percent."""
+    command = [
+        sys.executable,
+        "-m",
+        "octavo_server.cli",
+        "serve",
+        "--core=octavo_core.testing.step_core:build",
+        "--skip-tokenizer-init",
+    ]
+    with subprocess.Popen([*command, "--host=127.0.0.1", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        assert server.stdout is not None
+        try:
+            if not any(b"ready on" in line for line in server.stdout):
+                raise RuntimeError("the server did not become ready")
+            children = [text for path in Path(f"/proc/{server.pid}/task").glob("*/children") for text in path.read_text().split()]
+            time.sleep(1)
+            before_s, began_s = _cpu_s([server.pid, *children]), time.perf_counter()
+            time.sleep(seconds)
+            return 100 * (_cpu_s([server.pid, *children]) - before_s) / (time.perf_counter() - began_s)
+        finally:
+            server.terminate()
+
+
+def _cpu_s(pids: Sequence[int | str]) -> float:
+    """Processor seconds of processes so far."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(one[11]) + int(one[12]) for one in fields) / os.sysconf("SC_CLK_TCK")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     arguments = parse_arguments(__doc__ or "", argv)
@@ -97,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     total = tokens * NUM_STREAMS
     report.add("frontend.token", cpu_s / total * 1e6, "us", total, f"processor time per streamed token, {NUM_STREAMS} streams")
     report.add("frontend.tokens_per_s", total / wall_s, "1/s", total, "of one frontend process")
+    seconds = 5 if arguments.quick else 20
+    report.add("idle.server", _idle_percent(seconds), "%", 1, "of one core, keeper, frontend and core together with nothing to do")
     report.write(arguments.json)
 
 
