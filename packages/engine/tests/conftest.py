@@ -56,6 +56,27 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
+@pytest.fixture(scope="session")
+def with_tokenizer(tmp_path_factory):
+    """The same checkpoint with longer contexts, a byte-level vocabulary and a chat template."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    folder = write_checkpoint(tmp_path_factory.mktemp("with-tokenizer"))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 4096}))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:96]
+    backend = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('no such role') }}{% endif %}[{{ m.role }}]{{ m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return folder
+
+
 OPTIONS = {
     "skip_tokenizer_init": True,
     "max_num_seqs": 32,

@@ -1,6 +1,6 @@
 """Octavo's engine: cache, scheduler, kernels and model composed into one step loop.
 
-`LLM` runs it in a script, `AsyncEngine` behind a server. Names are looked up on first use, so that importing
+`LLM` runs it in a script, `AsyncLLM` in a program of its own, `AsyncEngine` behind a server. Names are looked up on first use, so that importing
 `octavo_engine.config` imports no jax.
 """
 
@@ -10,20 +10,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from octavo_core.wire import SamplingParams
     from octavo_engine._src.async_engine import AsyncEngine
-    from octavo_engine._src.offline import LLM, Completion
+    from octavo_engine._src.async_llm import AsyncLLM
+    from octavo_engine._src.completion import Completion
+    from octavo_engine._src.offline import LLM
     from octavo_engine.config import EngineConfig
 
 __version__ = "0.1.0"
 
 _HOME = {
     "AsyncEngine": "octavo_engine._src.async_engine",
-    "Completion": "octavo_engine._src.offline",
+    "AsyncLLM": "octavo_engine._src.async_llm",
+    "Completion": "octavo_engine._src.completion",
     "EngineConfig": "octavo_engine.config",
     "LLM": "octavo_engine._src.offline",
+    "SamplingParams": "octavo_core.wire",
 }
 
-__all__ = ["LLM", "AsyncEngine", "Completion", "EngineConfig"]
+__all__ = ["LLM", "AsyncEngine", "AsyncLLM", "Completion", "EngineConfig", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Final
@@ -69,6 +69,7 @@ class AsyncEngine:
         self.card: ModelCard = built.card
         self._core = built.core
         self._streams: dict[str, _Stream] = {}
+        self._forgotten = Counter[str]()
         self._inbox: deque[EngineRequest | str] = deque()
         self._wake = threading.Event()
         self._closing = False
@@ -118,8 +119,10 @@ class AsyncEngine:
         return streams
 
     def forget(self, request_id: str) -> None:
-        """Nobody reads this request's outputs any more."""
-        self._streams.pop(request_id, None)
+        """Nobody reads this request's outputs any more; what comes of it until its end is for no later request of that id."""
+        with self._lock:
+            if self._streams.pop(request_id, None) is not None:
+                self._forgotten[request_id] += 1
 
     def _post(self, request_id: str) -> None:
         self._inbox.append(request_id)
@@ -176,14 +179,15 @@ class AsyncEngine:
         """End every stream with an error, whatever state the core is in, and take no more."""
         with self._lock:
             self.error = reason
+            self._forgotten.clear()
             names = list(self._streams)
         self._deliver([EngineOutput(request_id=name, finish_reason=FinishReason.ERROR, error=reason) for name in names])
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, EngineOutput]]] = {}
-        for output in outputs:
-            ends = output.finish_reason is not None
-            stream = self._streams.pop(output.request_id, None) if ends else self._streams.get(output.request_id)
+        with self._lock:
+            readers = [self._reader_of(output) for output in outputs]
+        for stream, output in zip(readers, outputs, strict=True):
             if stream is not None and not stream.loop.is_closed():
                 by_loop.setdefault(stream.loop, []).append((stream, output))
         for loop, batch in by_loop.items():
@@ -191,6 +195,16 @@ class AsyncEngine:
                 loop.call_soon_threadsafe(_hand_over, batch)
             except RuntimeError:  # the caller's loop has closed: nobody is left to tell
                 logger.debug("%d outputs had no reader", len(batch))
+
+    def _reader_of(self, output: EngineOutput) -> _Stream | None:
+        name, ends = output.request_id, output.finish_reason is not None
+        if name in self._forgotten:
+            if ends:
+                self._forgotten[name] -= 1
+                if not self._forgotten[name]:
+                    del self._forgotten[name]
+            return None
+        return self._streams.pop(name, None) if ends else self._streams.get(name)
 
 
 def _hand_over(batch: list[tuple[_Stream, EngineOutput]]) -> None:
