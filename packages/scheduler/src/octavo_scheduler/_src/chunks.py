@@ -73,7 +73,7 @@ def learn(costs: Float32[Array, "4 4"], result: StepResult) -> Float32[Array, "4
     x = jnp.stack([jnp.float32(1), result.num_decodes.astype(jnp.float32), result.num_prefill_tokens.astype(jnp.float32)])
     x = x * jnp.array(_SCALE, jnp.float32)
     row = jnp.append(x, result.step_s)
-    seen = costs.at[:3].set(_FORGET * costs[:3] + x[:, None] * row)
+    seen = jnp.concatenate([_FORGET * costs[:3] + x[:, None] * row, costs[3:]])
     return jnp.where((result.step_s > 0) & jnp.isfinite(result.step_s), seen, costs)
 
 

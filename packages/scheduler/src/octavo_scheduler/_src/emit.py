@@ -1,25 +1,25 @@
-"""A decision written out as a `StepPlan`: compact rows, flat tokens, slots. Decides nothing."""
+"""A decision written out for a `StepPlan`: compact rows, flat tokens, slots. Decides nothing."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from octavo_core.plan import CacheEvents, StepPlan
+from octavo_scheduler._src.kernel import pick_in_turn, put, running_sum
 from octavo_scheduler._src.policy import blocks_for
-from octavo_scheduler._src.state import WAITING, SchedulerState
+from octavo_scheduler._src.state import SchedulerState
 
 
 class Decision(NamedTuple):
-    """What a step does: new tokens and sampling of each sequence, who was preempted (−1 nobody) and lost how much KV, blocks to copy first."""
+    """What a step does: new tokens and sampling of each sequence, who was preempted (−1 nobody) and lost how much KV."""
 
     query_len: Int32[Array, " sequences"]
     samples: Bool[Array, " sequences"]
     preempted: Int32[Array, ""]
     lost_len: Int32[Array, ""]
-    copies: Int32[Array, "groups sequences 2"]
 
 
 class Rows(NamedTuple):
@@ -30,117 +30,85 @@ class Rows(NamedTuple):
     known_len: Int32[Array, " rows"]
     cached_len: Int32[Array, " rows"]
     query_len: Int32[Array, " rows"]
-    samples: Bool[Array, " rows"]
+    sample_rows: Int32[Array, " rows"]
     query_start: Int32[Array, " rows_plus_one"]
+    num_rows: Int32[Array, ""]
+    num_single: Int32[Array, ""]
 
 
 class Tokens(NamedTuple):
-    """The flat tokens of a step."""
+    """The flat tokens of a step, and the blocks they read."""
 
     token_ids: Int32[Array, " tokens"]
     positions: Int32[Array, " tokens"]
     row: Int32[Array, " tokens"]
     slot_mapping: Int32[Array, "groups tokens"]
-
-
-def emit_plan(
-    before: SchedulerState,
-    after: SchedulerState,
-    decision: Decision,
-    block_table: Int32[Array, "groups sequences max_blocks"],
-    events: CacheEvents,
-    *,
-    num_rows: int,
-    num_tokens: int,
-    block_size: int,
-) -> StepPlan:
-    """The plan of a decision.
-
-    Args:
-        before: State from which the decision was made: lengths before the step.
-        after: State with the decision carried out; only its counts are read.
-        block_table: Of every sequence, as `commit` answered it.
-        events: What `release` answered.
-        num_rows: Static length of the rows axis.
-        num_tokens: Static length of the tokens axis.
-        block_size: Tokens in a block.
-    """
-    rows = compact_rows(before, decision, num_rows)
-    table = row_tables(rows, block_table, block_size)
-    tokens = flatten_tokens(before, rows, table, num_tokens, block_size)
-    return StepPlan(
-        token_ids=tokens.token_ids,
-        positions=tokens.positions,
-        row=tokens.row,
-        query_start=rows.query_start,
-        context_len=rows.computed_len + rows.query_len,
-        block_table=table,
-        slot_mapping=tokens.slot_mapping,
-        sample_rows=jnp.where(rows.samples, rows.query_start[1:] - 1, -1),
-        copies=decision.copies,
-        sequence=rows.sequence,
-        cached_len=rows.cached_len,
-        num_tokens=rows.query_start[-1],
-        num_rows=jnp.sum(rows.query_len > 0, dtype=jnp.int32),
-        num_single=jnp.sum(rows.query_len == 1, dtype=jnp.int32),
-        preempted=decision.preempted,
-        lost_len=decision.lost_len,
-        num_running=jnp.sum(after.is_running, dtype=jnp.int32),
-        num_waiting=jnp.sum(after.status == WAITING, dtype=jnp.int32),
-        events=events,
-    )
+    block_table: Int32[Array, "groups rows max_blocks"]
 
 
 def compact_rows(state: SchedulerState, decision: Decision, num_rows: int) -> Rows:
     """Sequences with new tokens as rows: those with one token first, policy order within each part."""
+
     ranked = decision.query_len[state.by_rank]
     one, many = ranked == 1, ranked > 1
-    place_many = jnp.sum(one) + jnp.cumsum(many) - 1
-    place = jnp.where(one, jnp.cumsum(one) - 1, jnp.where(many, place_many, num_rows))
-    sequence = jnp.full(num_rows, -1, jnp.int32).at[place].set(state.by_rank, mode="drop")
-    is_row, index = sequence >= 0, jnp.maximum(sequence, 0)
+    num_single = jnp.sum(one, dtype=jnp.int32)
+    count = num_single + jnp.sum(many, dtype=jnp.int32)
+    sequence = pick_in_turn(state.by_rank, one, jnp.full(num_rows + 1, -1, jnp.int32), jnp.int32(0))
+    sequence = pick_in_turn(state.by_rank, many, sequence, num_single)
+    is_row = jnp.arange(num_rows) < count
+    sequence = jnp.where(is_row, sequence[:-1], -1)
+    index = jnp.maximum(sequence, 0)
 
     def pick(field: Array) -> Array:
         return jnp.where(is_row, field[index], jnp.zeros((), field.dtype))
 
     query_len = pick(decision.query_len)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(query_len, dtype=jnp.int32)])
+    ends = running_sum(query_len)
     return Rows(
         sequence=sequence,
         computed_len=pick(state.computed_len),
         known_len=pick(state.known_len),
         cached_len=pick(state.cached_len),
         query_len=query_len,
-        samples=pick(decision.samples),
-        query_start=starts,
+        sample_rows=jnp.where(pick(decision.samples), ends - 1, -1),
+        query_start=jnp.concatenate([jnp.zeros(1, jnp.int32), ends]),
+        num_rows=count,
+        num_single=num_single,
     )
-
-
-def row_tables(
-    rows: Rows, block_table: Int32[Array, "groups sequences max_blocks"], block_size: int
-) -> Int32[Array, "groups rows max_blocks"]:
-    """Block tables of the rows, as far as their context reaches; the reserved block 0 elsewhere."""
-    used = blocks_for(rows.computed_len + rows.query_len, block_size)
-    inside = jnp.arange(block_table.shape[2], dtype=jnp.int32) < used[:, None]
-    return jnp.where(inside, block_table[:, jnp.maximum(rows.sequence, 0)], 0)
 
 
 def flatten_tokens(
-    state: SchedulerState, rows: Rows, table: Int32[Array, "groups rows max_blocks"], num_tokens: int, block_size: int
+    tokens: Int32[Array, "sequences max_len"],
+    rows: Rows,
+    block_table: Int32[Array, "groups sequences max_blocks"],
+    num_tokens: int,
+    block_size: int,
 ) -> Tokens:
-    """Id, position, row and slot of each token of the step; pads are token 0 at position 0 of row `rows`, slot −1."""
-    index = jnp.arange(num_tokens, dtype=jnp.int32)
-    # Rows are dense from the first on, so counting the starts of later rows up to a token gives its row.
-    marks = jnp.zeros(num_tokens, jnp.int32).at[rows.query_start[1:-1]].add(1, mode="drop")
-    is_token = index < rows.query_start[-1]
-    row = jnp.where(is_token, jnp.cumsum(marks), 0)
-    positions = jnp.where(is_token, (rows.computed_len - rows.query_start[:-1])[row] + index, 0)
-    known = state.tokens[jnp.maximum(rows.sequence, 0)[row], positions]
-    token_ids = jnp.where(positions < rows.known_len[row], known, -1)
-    slots = table[:, row, positions // block_size] * block_size + positions % block_size
-    return Tokens(
-        token_ids=jnp.where(is_token, token_ids, 0),
-        positions=positions,
-        row=jnp.where(is_token, row, rows.sequence.size),
-        slot_mapping=jnp.where(is_token, slots, -1),
-    )
+    """Id, position, row and slot of each token of the step; pads are token 0 at position 0 of row `rows`, slot −1.
+
+    Tables of the rows reach as far as their context; the reserved block 0 elsewhere.
+    """
+    groups, _, max_blocks = block_table.shape
+    num_rows, columns = rows.sequence.size, jnp.arange(max_blocks, dtype=jnp.int32)
+
+    def copy_row(r: Array, table: Array) -> Array:
+        used = blocks_for(rows.computed_len[r] + rows.query_len[r], block_size)
+        own = lax.dynamic_index_in_dim(block_table, rows.sequence[r], axis=1)
+        return lax.dynamic_update_slice(table, jnp.where(columns < used, own, 0), (0, r, 0))
+
+    table = lax.fori_loop(0, rows.num_rows, copy_row, jnp.zeros((groups, num_rows, max_blocks), jnp.int32))
+
+    def write(t: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        r, ids, positions, row, slots = carry
+        r += rows.query_start[r + 1] <= t  # rows have a token each at least
+        position = rows.computed_len[r] + t - rows.query_start[r]
+        token = jnp.where(position < rows.known_len[r], tokens[rows.sequence[r], position], -1)
+        block, offset = position // block_size, position % block_size
+        for g in range(groups):
+            slots = put(slots, (g, t), table[g, r, block] * block_size + offset)
+        return r, put(ids, (t,), token), put(positions, (t,), position), put(row, (t,), r), slots
+
+    zeros, rest = jnp.zeros(num_tokens, jnp.int32), jnp.full(num_tokens, num_rows, jnp.int32)
+    start = (jnp.int32(0), zeros, zeros, rest, jnp.full((groups, num_tokens), -1, jnp.int32))
+    _, ids, positions, row, slots = lax.fori_loop(0, rows.query_start[-1], write, start)
+    return Tokens(ids, positions, row, slots, table)

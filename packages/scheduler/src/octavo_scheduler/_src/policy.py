@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Int32
 
 from octavo_scheduler._src import chunks, order
 from octavo_scheduler._src.config import SchedulerConfig
+from octavo_scheduler._src.kernel import inverse, running_sum
 from octavo_scheduler._src.state import SchedulerState
 
 LONGEST_GUESS: Final = 4_096
@@ -26,8 +27,10 @@ GROWTH_LEAST: Final = 100
 GROWTH_MOST: Final = 1_000
 
 
-def query_lens(state: SchedulerState, config: SchedulerConfig, block_size: int = 1) -> Int32[Array, " sequences"]:
-    """New tokens of each sequence in the next step, 0 for those left out.
+def query_lens(
+    state: SchedulerState, config: SchedulerConfig, block_size: int = 1, rank: Int32[Array, " sequences"] | None = None
+) -> Int32[Array, " sequences"]:
+    """New tokens of each sequence in the next step, 0 for those left out. `rank`: places in policy order, where they are known.
 
     Sequences with one token to go are served first, `N_decode` of them; the others share what is left of the budget in policy
     order: `C_avail = max(0, T_budget − N_decode)`, `c_p = min(U_p, C_chunk, what is left of C_avail)`. A chunk never reaches into
@@ -40,12 +43,12 @@ def query_lens(state: SchedulerState, config: SchedulerConfig, block_size: int =
     single = state.is_open & (remaining == 1)
     partial = state.is_open & (remaining > 1) & (state.in_flight == 0)
     ranked_single = single[state.by_rank].astype(jnp.int32)
-    decode = jnp.where(jnp.cumsum(ranked_single) <= config.token_budget, ranked_single, 0)
+    decode = jnp.where(running_sum(ranked_single) <= config.token_budget, ranked_single, 0)
     num_decodes = jnp.sum(decode, dtype=jnp.int32)
     want = _wanted_chunks(jnp.where(partial, remaining, 0)[state.by_rank], chunks.chunk_limit(num_decodes, config), config)
-    before = jnp.cumsum(want) - want
+    before = running_sum(want) - want
     ranked = decode + jnp.clip(chunks.available(num_decodes, state.costs, config, block_size) - before, 0, want)
-    return jnp.zeros_like(ranked).at[state.by_rank].set(ranked)
+    return ranked[inverse(state.by_rank) if rank is None else rank]
 
 
 def _wanted_chunks(
@@ -57,9 +60,9 @@ def _wanted_chunks(
         is_long = remaining > config.long_prefill_token_threshold
         want = jnp.where(is_long, jnp.minimum(want, config.long_prefill_token_threshold), want)
         if config.max_long_partial_prefills:
-            want = jnp.where(is_long & (jnp.cumsum(is_long) > config.max_long_partial_prefills), 0, want)
+            want = jnp.where(is_long & (running_sum(is_long) > config.max_long_partial_prefills), 0, want)
     if config.max_num_partial_prefills:
-        want = jnp.where(jnp.cumsum(want > 0) > config.max_num_partial_prefills, 0, want)
+        want = jnp.where(running_sum(want > 0) > config.max_num_partial_prefills, 0, want)
     return want.astype(jnp.int32)
 
 

@@ -6,18 +6,20 @@ Everything is pure and has fixed shapes: whoever composes the parts jits `step` 
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple, TypeVar
+import functools
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from octavo_core.errors import ConfigError
 from octavo_core.plan import OK, Arrivals, StepPlan, StepResult
 from octavo_core.seams import MatchingCache, PrefixCache
 from octavo_scheduler._src import chunks, order
 from octavo_scheduler._src.config import SchedulerConfig
-from octavo_scheduler._src.emit import Decision, emit_plan
+from octavo_scheduler._src.emit import Decision, Rows, compact_rows, flatten_tokens
+from octavo_scheduler._src.kernel import inverse, one_kernel
 from octavo_scheduler._src.policy import (
     blocks_for,
     choose_victim,
@@ -33,12 +35,17 @@ from octavo_scheduler._src.state import (
     WAITING,
     SchedulerState,
     empty_state,
-    ranks,
+    store,
     take_arrivals,
     take_result,
 )
 
 C = TypeVar("C")
+
+RETRY_STEPS: Final = 16
+"""Calls of `arrive` after which a sequence that was refused is tried again although the pool has no more room than then."""
+
+_UNKNOWN: Final = -(2**30)
 
 
 class ChunkedScheduler(Generic[C]):
@@ -83,39 +90,84 @@ class ChunkedScheduler(Generic[C]):
         Finished sequences and at most one preempted one give their blocks back at the end of the step, after their full blocks
         were made findable: the device executes in order, so what this step computes may be found by the next.
         """
+        begun = one_kernel(self._begin)(state, result)
+        state = state._replace(tokens=store(state.tokens, begun.positions, result.token_ids), **begun.changed._asdict())
+        cache, _, copies, status = self.cache.grow(cache, self._of_groups(begun.need), begun.rank)
+        ended = one_kernel(self._end)(state, begun, status)
+        cache, block_table = self.cache.commit(cache, state.tokens, ended.findable)
+        cache, events = self.cache.release(cache, ended.leaves)
+        config, rows, decision = self.config, ended.rows, ended.decision
+        flat = one_kernel(functools.partial(flatten_tokens, num_tokens=config.token_budget, block_size=self.cache.spec.block_size))(
+            state.tokens, rows, block_table
+        )
+        plan = StepPlan(
+            token_ids=flat.token_ids,
+            positions=flat.positions,
+            row=flat.row,
+            query_start=rows.query_start,
+            context_len=ended.context_len,
+            block_table=flat.block_table,
+            slot_mapping=flat.slot_mapping,
+            sample_rows=rows.sample_rows,
+            copies=copies,
+            sequence=rows.sequence,
+            cached_len=rows.cached_len,
+            num_tokens=ended.num_tokens,
+            num_rows=rows.num_rows,
+            num_single=rows.num_single,
+            preempted=decision.preempted,
+            lost_len=decision.lost_len,
+            num_running=ended.num_running,
+            num_waiting=ended.num_waiting,
+            events=events,
+        )
+        room = jnp.min(events.num_free + events.num_evictable)
+        return state._replace(room=room, **ended.changed._asdict()), cache, plan
+
+    def _begin(self, state: SchedulerState, result: StepResult) -> _Begun:
+        """Take the result in and share the budget: everything before blocks are asked for."""
         was_running = state.is_running
-        if self.config.chunk_policy == "slo":
-            state = state._replace(costs=chunks.learn(state.costs, result))
-        state, done = take_result(state, result)
-        cache, decision = self._decide(state, cache, ended=jnp.any(done & was_running))
+        costs = chunks.learn(state.costs, result) if self.config.chunk_policy == "slo" else state.costs
+        state, done, positions = take_result(state._replace(costs=costs), result)
+        rank = inverse(state.by_rank)
+        query_len = query_lens(state, self.config, self.cache.spec.block_size, rank)
+        blocks = blocks_for(state.computed_len + query_len, self.cache.spec.block_size)
+        changed = _Taken(state.status, state.known_len, state.in_flight, state.costs)
+        return _Begun(changed, done, positions, was_running, rank, query_len, jnp.where(query_len > 0, blocks, 0))
+
+    def _end(self, state: SchedulerState, begun: _Begun, status: Int32[Array, " sequences"]) -> _Ended:
+        """Who gives way, and what holds after the step: everything once blocks were given."""
+        decision = self._decide(state, begun, status)
+        is_victim = jnp.arange(status.size) == decision.preempted
         computed_len = state.computed_len + decision.query_len
-        findable = jnp.where(was_running, jnp.minimum(computed_len, state.known_len), 0)
-        cache, block_table = self.cache.commit(cache, state.tokens, findable)
-        is_victim = jnp.arange(done.size) == decision.preempted
-        cache, events = self.cache.release(cache, done | is_victim)
-        after = state._replace(
+        served = state.served
+        if self.config.policy == "fair":
+            served = order.charge(state, self.config, decision.query_len, decision.samples)
+        changed = _Stepped(
             status=jnp.where(is_victim, WAITING, state.status),
             in_flight=jnp.where(state.status == FREE, 0, state.in_flight + decision.samples),
             computed_len=jnp.where(is_victim, 0, computed_len),
             guard_len=jnp.where(is_victim, state.total_len, state.guard_len),
             growth=learn_growth(state, decision.preempted >= 0),
+            served=served,
         )
-        if self.config.policy == "fair":
-            after = after._replace(served=order.charge(state, self.config, decision.query_len, decision.samples))
-        plan = emit_plan(
-            state,
-            after,
-            decision,
-            block_table,
-            events,
-            num_rows=self.config.max_num_seqs,
-            num_tokens=self.config.token_budget,
-            block_size=self.cache.spec.block_size,
+        rows = compact_rows(state, decision, self.config.max_num_seqs)
+        return _Ended(
+            changed=changed,
+            decision=decision,
+            rows=rows,
+            findable=jnp.where(begun.was_running, jnp.minimum(computed_len, state.known_len), 0),
+            leaves=begun.done | is_victim,
+            context_len=rows.computed_len + rows.query_len,
+            num_tokens=rows.query_start[-1],
+            num_running=jnp.sum(changed.status == RUNNING, dtype=jnp.int32),
+            num_waiting=jnp.sum(changed.status == WAITING, dtype=jnp.int32),
         )
-        return after, cache, plan
 
     def arrive(self, state: SchedulerState, cache: C, arrivals: Arrivals) -> tuple[SchedulerState, C]:
         """Take in new sequences, then admit waiting ones in policy order until one does not fit.
+
+        Who was refused is tried again once the pool has more room for it, or after `RETRY_STEPS`: its prefix may be there by then.
 
         Cost: one `PrefixCache.admit` for each sequence tried, at most `max_arrivals`; under `lpm` as many look-ups before them.
         """
@@ -125,27 +177,40 @@ class ChunkedScheduler(Generic[C]):
         if self.config.policy == "lpm":
             state = self._look_up(state, cache, arrivals)
         state = order.put_in_order(state, self.config)
-        start = _Admission(state, cache, jnp.int32(0), jnp.bool_(True))
+        first = _first_waiting(state)
+        margin = state.room - self._kept(state) - wanted_blocks(state, self.config, self.cache.spec.block_size)[first]
+        who, was_short, turns = state.refusal
+        waits = (who == first) & (margin <= was_short) & (turns < RETRY_STEPS)
+        start = _Admission(state, cache, jnp.int32(0), ~waits)
         end: _Admission[C] = jax.lax.while_loop(self._may_admit, self._admit_first, start)
-        return end.state._replace(claim=self._claim_of_first(end.state)), end.cache
+        # Behind somebody who was let in just now, what the pool was short of is known after the next step.
+        is_sure = end.num_tried == 1
+        refused = jnp.stack([_first_waiting(end.state), jnp.where(is_sure, margin, _UNKNOWN), jnp.int32(0)])
+        none = jnp.array([-1, 0, 0], jnp.int32)
+        refusal = jnp.where(waits, state.refusal + jnp.array([0, 0, 1]), jnp.where(end.is_open, none, refused))
+        return end.state._replace(claim=self._claim_of_first(end.state), refusal=refusal), end.cache
 
-    def _decide(self, state: SchedulerState, cache: C, *, ended: Bool[Array, ""]) -> tuple[C, Decision]:
-        """Share the budget, take the blocks it needs, and choose who gives way if they ran out, or somebody is owed, and nobody ended."""
-        rank, block_size = ranks(state), self.cache.spec.block_size
-        query_len = query_lens(state, self.config, block_size)
-        blocks = blocks_for(state.computed_len + query_len, block_size)
-        need = self._of_groups(jnp.where(query_len > 0, blocks, 0))
-        cache, _, copies, status = self.cache.grow(cache, need, rank)
+    def _kept(self, state: SchedulerState) -> Int32[Array, ""]:
+        """Blocks that newcomers must leave alone."""
+        watermark = jnp.where(jnp.any(state.is_running), self.config.watermark_blocks, 0)
+        return promised_blocks(state, self.config, self.cache.spec.block_size) + watermark
+
+    def _decide(self, state: SchedulerState, begun: _Begun, status: Int32[Array, " sequences"]) -> Decision:
+        """Choose who gives way if blocks ran out, or somebody is owed, and nobody ended."""
+        query_len, block_size = begun.query_len, self.cache.spec.block_size
         refused = (query_len > 0) & (status != OK)
-        lack = jnp.sum(jnp.where(refused, blocks - blocks_for(state.computed_len, block_size), 0), dtype=jnp.int32)
-        gives_way = (jnp.any(refused) | (state.claim > 0)) & ~ended
-        victim = choose_victim(state, rank, jnp.maximum(lack, state.claim), self.config, block_size)
-        victim = jnp.where(gives_way, victim, -1)
-        is_victim = jnp.arange(rank.size) == victim
+        lack = jnp.sum(jnp.where(refused, begun.need - blocks_for(state.computed_len, block_size), 0), dtype=jnp.int32)
+        gives_way = (jnp.any(refused) | (state.claim > 0)) & ~jnp.any(begun.done & begun.was_running)
+        victim = jax.lax.cond(
+            gives_way,
+            lambda: choose_victim(state, begun.rank, jnp.maximum(lack, state.claim), self.config, block_size),
+            lambda: jnp.int32(-1),
+        )
+        is_victim = jnp.arange(status.size) == victim
         query_len = jnp.where(refused | is_victim, 0, query_len)
         samples = (query_len > 0) & (state.computed_len + query_len == state.total_len)
         lost_len = jnp.sum(jnp.where(is_victim, state.computed_len, 0), dtype=jnp.int32)
-        return cache, Decision(query_len, samples, victim, lost_len, copies)
+        return Decision(query_len, samples, victim, lost_len)
 
     def _look_up(self, state: SchedulerState, cache: C, arrivals: Arrivals) -> SchedulerState:
         """Ask how long the cached prefix is, of newcomers and of as many others that wait, in turn."""
@@ -187,7 +252,6 @@ class ChunkedScheduler(Generic[C]):
         """Try the first in line. A sequence that wants no match asks for one of its first token, which finds nothing."""
         state, block_size = now.state, self.cache.spec.block_size
         first = _first_waiting(state)
-        watermark = jnp.where(jnp.any(state.is_running), self.config.watermark_blocks, 0)
         cache, answer = self.cache.admit(
             now.cache,
             first[None],
@@ -196,7 +260,7 @@ class ChunkedScheduler(Generic[C]):
             state.namespace[first][None],
             state.tenant[first][None],
             self._of_groups(wanted_blocks(state, self.config, block_size)[first][None]),
-            self._of_groups(promised_blocks(state, self.config, block_size) + watermark),
+            self._of_groups(self._kept(state)),
         )
         is_admitted, found = answer.status[0] == OK, answer.cached_len[0]
         to = jnp.where(is_admitted, first, state.status.size)
@@ -209,6 +273,52 @@ class ChunkedScheduler(Generic[C]):
             cached_len=state.cached_len.at[to].set(cached_len, mode="drop"),
         )
         return _Admission(state, cache, now.num_tried + 1, is_admitted)
+
+
+class _Taken(NamedTuple):
+    """What a result changes of the state."""
+
+    status: Int32[Array, " sequences"]
+    known_len: Int32[Array, " sequences"]
+    in_flight: Int32[Array, " sequences"]
+    costs: Float32[Array, "4 4"]
+
+
+class _Stepped(NamedTuple):
+    """What a decision changes of the state."""
+
+    status: Int32[Array, " sequences"]
+    in_flight: Int32[Array, " sequences"]
+    computed_len: Int32[Array, " sequences"]
+    guard_len: Int32[Array, " sequences"]
+    growth: Int32[Array, ""]
+    served: Int32[Array, " tenants"]
+
+
+class _Begun(NamedTuple):
+    """A step before it asks for blocks: who ended, where ids go, who ran before, places in policy order, tokens and blocks wanted."""
+
+    changed: _Taken
+    done: Bool[Array, " sequences"]
+    positions: Int32[Array, "sequences draft_plus_one"]
+    was_running: Bool[Array, " sequences"]
+    rank: Int32[Array, " sequences"]
+    query_len: Int32[Array, " sequences"]
+    need: Int32[Array, " sequences"]
+
+
+class _Ended(NamedTuple):
+    """A step once blocks were given: tokens that may be found, who gives its blocks back, and the plan's rows and counts."""
+
+    changed: _Stepped
+    decision: Decision
+    rows: Rows
+    findable: Int32[Array, " sequences"]
+    leaves: Bool[Array, " sequences"]
+    context_len: Int32[Array, " rows"]
+    num_tokens: Int32[Array, ""]
+    num_running: Int32[Array, ""]
+    num_waiting: Int32[Array, ""]
 
 
 class _Admission(NamedTuple, Generic[C]):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from octavo_core.plan import Arrivals, StepResult
+from octavo_scheduler._src.kernel import put_all
 
 FREE: Final = 0
 WAITING: Final = 1
@@ -36,6 +37,8 @@ class SchedulerState(NamedTuple):
         served: Weighted tokens each tenant was served beyond the least served one that has sequences (`fair`).
         growth: Thousandths of what sequences may still write that are kept for them (`optimistic`).
         claim: Blocks the first in line wants of a tenant that is ahead of it (`fair`); 0: it wants none.
+        room: Blocks that were free or evictable after the newest step.
+        refusal: Who was refused last (−1 nobody), by how many blocks the pool was short then (below 0), and steps since.
         cursor: Where the next look at the prefixes of waiting sequences begins (`lpm`).
         costs: What steps cost, see `octavo_scheduler._src.chunks` (`slo`).
     """
@@ -60,6 +63,8 @@ class SchedulerState(NamedTuple):
     served: Int32[Array, " tenants"]
     growth: Int32[Array, ""]
     claim: Int32[Array, ""]
+    room: Int32[Array, ""]
+    refusal: Int32[Array, " 3"]
     cursor: Int32[Array, ""]
     costs: Float32[Array, "4 4"]
 
@@ -106,38 +111,46 @@ def empty_state(num_sequences: int, max_len: int, num_tenants: int = 1) -> Sched
         served=jnp.zeros(num_tenants, jnp.int32),
         growth=jnp.full((), SHARE_AT_START, jnp.int32),
         claim=jnp.zeros((), jnp.int32),
+        room=jnp.zeros((), jnp.int32),
+        refusal=jnp.array([-1, 0, 0], jnp.int32),
         cursor=jnp.zeros((), jnp.int32),
         costs=jnp.zeros((4, 4), jnp.float32),
     )
 
 
-def ranks(state: SchedulerState) -> Int32[Array, " sequences"]:
-    """Place of each sequence in policy order, 0 first."""
-    places = jnp.arange(state.by_rank.size, dtype=jnp.int32)
-    return jnp.zeros_like(places).at[state.by_rank].set(places)
-
-
-def take_result(state: SchedulerState, result: StepResult) -> tuple[SchedulerState, Bool[Array, " sequences"]]:
-    """Append the accepted ids and free the finished sequences.
+def take_result(
+    state: SchedulerState, result: StepResult
+) -> tuple[SchedulerState, Bool[Array, " sequences"], Int32[Array, "sequences draft_plus_one"]]:
+    """Count the accepted ids and free the finished sequences.
 
     Returns:
-        The state, and who finished just now. Their lengths stay readable for the rest of the step.
+        The state, who finished just now, and where `store` puts the ids. Lengths of the finished stay readable for the rest of the step.
     """
-    num_sequences, max_len = state.tokens.shape
     lives = state.status != FREE
     accepted = jnp.where(lives & (state.in_flight > 0), result.accepted, 0)
     offsets = jnp.arange(result.token_ids.shape[1], dtype=jnp.int32)
     # Positions that take no token point past the end, where the scatter drops them.
-    positions = jnp.where(offsets < accepted[:, None], state.known_len[:, None] + offsets, max_len)
-    indices = jnp.arange(num_sequences, dtype=jnp.int32)[:, None]
+    positions = jnp.where(offsets < accepted[:, None], state.known_len[:, None] + offsets, state.tokens.shape[1])
     done = result.finished & lives
     state = state._replace(
-        tokens=state.tokens.at[indices, positions].set(result.token_ids, mode="drop"),
         known_len=state.known_len + accepted,
         in_flight=state.in_flight - (accepted > 0),
         status=jnp.where(done, FREE, state.status),
     )
-    return state, done
+    return state, done, positions
+
+
+def store(
+    tokens: Int32[Array, "sequences max_len"],
+    positions: Int32[Array, "sequences draft_plus_one"],
+    token_ids: Int32[Array, "sequences draft_plus_one"],
+) -> Int32[Array, "sequences max_len"]:
+    """Put ids in their places."""
+    indices = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    for offset in range(positions.shape[1]):
+        at = positions[:, offset]
+        tokens = put_all(tokens, (indices, at), token_ids[:, offset], at < tokens.shape[1])
+    return tokens
 
 
 def take_arrivals(state: SchedulerState, arrivals: Arrivals) -> SchedulerState:
