@@ -21,7 +21,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers.processors import TemplateProcessing
 
-from octavo_core.errors import CheckpointError, ConfigError, UnsupportedModelError
+from octavo_core.errors import CheckpointError, ConfigError, OctavoError, UnsupportedModelError
 from octavo_models._src.checkpoint import Checkpoint, open_checkpoint
 from octavo_models._src.families import family_named
 from octavo_models._src.gguf_weights import GGUFWeights
@@ -90,6 +90,8 @@ def describe(config: ModelConfig, generation: GenerationConfig, source: GGUFWeig
     Raises:
         UnsupportedModelError: Read back, it would be another model.
     """
+    if config.moe is not None:
+        raise UnsupportedModelError(f"{config.architecture}: a mixture of experts is not converted; serve the .gguf file as it is")
     family = family_named(config.architecture)
     model_type = family.model_types[0] if family is not None else config.architecture
     dtype = "bfloat16" if source.is_quantised else config.dtype
@@ -116,7 +118,12 @@ def describe(config: ModelConfig, generation: GenerationConfig, source: GGUFWeig
         "torch_dtype": dtype,
         **_generation(generation),
     }
-    read = parse_model_config(values, source="the config.json to be written")
+    try:
+        read = parse_model_config(values, source="config.json")
+    except OctavoError as error:
+        raise UnsupportedModelError(
+            f"{config.architecture} is not converted: its config.json would be incomplete ({error})"
+        ) from None
     if read != wanted:
         names = [field.name for field in dataclasses.fields(read) if getattr(read, field.name) != getattr(wanted, field.name)]
         raise UnsupportedModelError(f"{config.architecture}: config.json cannot say this model's {', '.join(names)} here")
