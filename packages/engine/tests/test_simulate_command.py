@@ -9,6 +9,7 @@ import pytest
 
 from octavo_core.errors import ConfigError
 from octavo_core.records import RequestRecord, StepRecord, read_log
+from octavo_engine._src.process import flight
 from octavo_engine.commands import simulate
 
 COST = "base=5e-3,decode=1e-4,prefill=5e-5,context=1e-7,host=1e-3"
@@ -82,7 +83,17 @@ def test_what_was_fitted_to_a_simulated_run_is_the_cost_it_was_simulated_with_an
     requests.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in recorded()))
     capsys.readouterr()
     assert octavo_simulate("replay", tmp_path / "steps", "--requests", requests, *SMALL) == 0
-    assert "median TTFT: recorded 100.0 ms, simulated" in capsys.readouterr().out
+    of_log = capsys.readouterr().out
+    assert "median TTFT: recorded 100.0 ms, simulated" in of_log
+    # The same steps as a core that died leaves them: the recorder's file, and the dump of it that its supervisor writes.
+    recorder = flight.FlightRecorder(tmp_path / "flight")
+    for step in steps:
+        recorder.step(step)
+    recorder.close()
+    assert flight.dump(tmp_path / "flight", tmp_path / "dump.jsonl") == len(steps)
+    for name in ("flight", "dump.jsonl"):
+        assert octavo_simulate("replay", tmp_path / name, "--requests", requests, *SMALL) == 0
+        assert capsys.readouterr().out.split("from, s")[1] == of_log.split("from, s")[1], name
 
 
 def test_a_cluster_has_a_row_for_each_route(conversation, tmp_path, capsys):

@@ -33,6 +33,8 @@ class Packing(Generic[T]):
         self._packed = [size <= limit and dtype in WORDS for size, dtype in zip(sizes, self._dtypes, strict=True)]
         ends = np.cumsum([size if packed else 0 for size, packed in zip(sizes, self._packed, strict=True)]).tolist()
         self._spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self._size = ends[-1] if ends else 0
+        self._parts = list(zip(self._spans, self._shapes, self._dtypes, self._packed, strict=True))
 
     def pack(self, tree: T) -> tuple[jax.Array, list[jax.Array]]:
         """The packed array and the large leaves, under a trace."""
@@ -44,28 +46,32 @@ class Packing(Generic[T]):
         """The inverse of `pack`, under a trace."""
         rest = iter(large)
         leaves = [
-            _from_words(words[span], dtype).reshape(shape) if packed else next(rest)
-            for span, shape, dtype, packed in zip(self._spans, self._shapes, self._dtypes, self._packed, strict=True)
+            _from_words(words[span], dtype).reshape(shape) if packed else next(rest) for span, shape, dtype, packed in self._parts
         ]
         return jax.tree.unflatten(self._tree, leaves)  # type: ignore[no-any-return]
 
     def pack_host(self, tree: T) -> np.ndarray:
         """The packed array of a tree of NumPy arrays without large leaves."""
-        parts = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(tree)]
-        return np.concatenate([p.astype(np.int32) if p.dtype == bool else p.view(np.int32) for p in parts])
+        words = np.empty(self._size, np.int32)
+        for leaf, span in zip(jax.tree.leaves(tree), self._spans, strict=True):
+            part = np.asarray(leaf)
+            words[span] = part.ravel() if part.dtype.kind == "b" else part.ravel().view(np.int32)
+        return words
 
     def unpack_host(self, words: np.ndarray, large: list[np.ndarray]) -> T:
         """The tree of NumPy arrays: views of the packed one, and the large leaves."""
-        rest = iter(large)
-        leaves = []
-        for span, shape, dtype, packed in zip(self._spans, self._shapes, self._dtypes, self._packed, strict=True):
+        rest, leaves = iter(large), []
+        for span, shape, dtype, packed in self._parts:
             if not packed:
                 leaves.append(next(rest))
-            elif dtype.kind == "b":
-                leaves.append(words[span].reshape(shape) != 0)
-            else:
-                leaves.append(words[span].view(dtype).reshape(shape))
-        return jax.tree.unflatten(self._tree, leaves)  # type: ignore[no-any-return]
+                continue
+            part = words[span]
+            if dtype.kind == "b":
+                part = part != 0
+            elif dtype != np.int32:
+                part = part.view(dtype)
+            leaves.append(part if len(shape) == 1 else part.reshape(shape))
+        return self._tree.unflatten(leaves)  # type: ignore[no-any-return]
 
 
 def _to_words(leaf: jax.Array) -> jax.Array:

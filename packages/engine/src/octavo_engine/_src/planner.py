@@ -18,7 +18,13 @@ from octavo_engine._src.packing import Packing
 from octavo_engine._src.programs import Programs
 
 # Region analysis: without it XLA copies whole pools inside the step. Without the expensive passes it compiles sooner and runs as fast.
-_OPTIONS = {"xla_cpu_copy_insertion_use_region_analysis": True, "xla_llvm_disable_expensive_passes": True}
+# Small operations one after another in the thread that calls: handing them to others costs more than they do.
+_OPTIONS = {
+    "xla_cpu_copy_insertion_use_region_analysis": True,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+    "xla_cpu_multi_thread_eigen": False,
+}
 _NEVER = 2**62
 
 
@@ -47,11 +53,11 @@ class Planner:
         self.max_arrivals = max_arrivals
         self._cpu = jax.devices("cpu")[0]
         self._scheduler: Any = scheduler
-        self._cache = cache
+        self.cache = cache
         self._kept = kept or Programs(None)
         state, plan = self._kept.recall("plan", self._shapes)
         self._states, self._results = Packing(state), Packing(self.empty_result(), limit=_NEVER)
-        self._plans = Packing(plan, limit=_NEVER)
+        self._plans = Packing(plan)
         self._state: Any = None
         self._step: Any = None
         self._arrive: Any = None
@@ -64,7 +70,7 @@ class Planner:
             return state, jax.eval_shape(self._scheduler.step, *state, self.empty_result())[2]
 
     def _fresh(self) -> tuple[Any, Any]:
-        return self._scheduler.init(), self._cache.init()
+        return self._scheduler.init(), self.cache.init()
 
     def reset(self) -> None:
         """Forget every sequence and every cached block."""
@@ -82,17 +88,17 @@ class Planner:
                 "arrive", arrive, self._state, self.empty_arrivals(), device=self._cpu, options=_OPTIONS
             )
 
-    def _plan(self, packed: Any, result: jax.Array) -> tuple[Any, jax.Array]:
+    def _plan(self, packed: Any, result: jax.Array) -> tuple[Any, Any]:
         state, cache, plan = self._scheduler.step(*self._states.unpack(*packed), self._results.unpack(result, []))
-        return self._states.pack((state, cache)), self._plans.pack(plan)[0]
+        return self._states.pack((state, cache)), self._plans.pack(plan)
 
     def _take_in(self, packed: Any, arrivals: Arrivals) -> Any:
         return self._states.pack(self._scheduler.arrive(*self._states.unpack(*packed), arrivals))
 
     def step(self, result: StepResult) -> StepPlan:
         """The next plan, as NumPy arrays."""
-        self._state, plan = self._step(self._state, self._results.pack_host(result))
-        return self._plans.unpack_host(np.asarray(plan), [])
+        self._state, (words, large) = self._step(self._state, self._results.pack_host(result))
+        return self._plans.unpack_host(np.asarray(words), [np.asarray(leaf) for leaf in large])
 
     def arrive(self, arrivals: Arrivals) -> None:
         """Hand over new sequences (or none) and let waiting ones in."""

@@ -19,6 +19,7 @@ from rich.table import Table
 from octavo_core.config import from_namespace
 from octavo_core.errors import ConfigError
 from octavo_core.records import RequestRecord, StepRecord, read_log
+from octavo_engine._src.process import flight
 from octavo_kvcache import RadixCache
 from octavo_scheduler import SchedulerConfig
 from octavo_scheduler import simulate as sim
@@ -176,7 +177,7 @@ def _write_steps(path: str, outcomes: Sequence[sim.Outcome]) -> None:
 
 
 def _fit(path: str, options: argparse.Namespace) -> int:
-    found = sim.fit(_log(path, StepRecord))
+    found = sim.fit(_steps(path))
     console = _console()
     console.print(
         f"{found.num_steps} steps, {found.num_left_out} left out; median error {found.median_error:.1%}, total {found.total_error:+.1%}",
@@ -213,10 +214,15 @@ def _log(path: str, record: type[Any]) -> list[Any]:
         raise ConfigError(f"wanted a log of {record.__name__}s, one JSON object a line, got {path}: {error}") from None
 
 
+def _steps(path: str) -> list[StepRecord]:
+    """The steps of a log, or of a flight recorder's file, whether it was dumped or lies as its core left it."""
+    return flight.read(Path(path)) or _log(path, StepRecord)
+
+
 def _replay(path: str, options: argparse.Namespace) -> int:
     if not options.requests:
         raise ConfigError("a step log says what steps held, not who: give the same run's --request-log as --requests FILE")
-    steps, requests = _log(path, StepRecord), _log(options.requests, RequestRecord)
+    steps, requests = _steps(path), _log(options.requests, RequestRecord)
     cost = _cost(options) if options.cost != DEFAULT_COST else sim.fit(steps).model
     trace = _trace(options.requests, options)
     outcome = sim.simulate(trace, _setup(options), cost, make_cache=None)
