@@ -115,14 +115,15 @@ def lay_out(
     of = pick[jnp.minimum(row, max_rows - 1)]
     at = jnp.where(live, before.computed[of] + index - starts[jnp.minimum(row, max_rows - 1)], 0)
     known = jnp.where(at < before.known[of], before.tokens[of, at], -1)
+    context = jnp.where(is_row, before.computed[pick] + size, 0)
     slots = table[:, of, at // block_size] * block_size + at % block_size
     return StepPlan(
         token_ids=jnp.where(live, known, 0),
         positions=at,
         row=jnp.where(live, row, max_rows),
         query_start=starts,
-        context_len=jnp.where(is_row, before.computed[pick] + size, 0),
-        block_table=jnp.where(is_row[:, None], table[:, pick], 0),
+        context_len=context,
+        block_table=jnp.where(jnp.arange(table.shape[2]) < -(-context // block_size)[:, None], table[:, pick], 0),
         slot_mapping=jnp.where(live, slots, -1),
         sample_rows=jnp.where(is_row & samples[pick], ends - 1, -1),
         copies=copies,
