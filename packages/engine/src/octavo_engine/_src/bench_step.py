@@ -75,7 +75,7 @@ def filed(planner: Planner) -> tuple[Any, Any]:
     state, cache = planner.state
     upto = np.minimum(state.computed_len, state.known_len)
     commit = jax.jit(lambda cache, tokens: planner.cache.commit(cache, tokens, upto)[0])
-    none = np.zeros(upto.shape, bool)
+    none = jax.numpy.zeros(upto.shape, bool)
     release = jax.jit(lambda cache: planner.cache.release(cache, none))
     more = True
     while more:
