@@ -48,6 +48,8 @@ GRACE_S: Final = 10.0
 class Supervisor:
     """The keeper of one engine core.
 
+    Size: the life of a core, from its start to what is written down of its end, is one thread's story.
+
     Args:
         config: The engine's.
         process: How it is watched.
