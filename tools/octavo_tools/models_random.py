@@ -178,7 +178,7 @@ def write(case: Case, folder: Path, *, seed: int) -> None:
                 tensor.copy_(_values(name, tensor, generator).to(torch.bfloat16).float())
     folder.mkdir(parents=True, exist_ok=True)
     reference = _reference(model, seed)
-    np.savez_compressed(folder / "reference.npz", **reference)
+    np.savez_compressed(folder / "reference.npz", **reference)  # type: ignore[arg-type]
     stored = model if case.dtype == "float32" else model.to(getattr(torch, case.dtype))
     stored.save_pretrained(folder, **({} if case.shard is None else {"max_shard_size": case.shard}))
     _rewrite(case, folder)

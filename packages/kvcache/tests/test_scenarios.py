@@ -1,4 +1,7 @@
-"""What went wrong in other engines, and the corners: each a short history through the public operations."""
+"""What went wrong in other engines, and the corners: each a short history through the public operations.
+
+Size: a history for each, with nothing shared to move elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,10 @@ def empty_books(spec: CacheSpec) -> Books:
     """Books of nobody."""
     n, zeros = spec.max_sequences, jnp.zeros
     counts = [zeros(n, jnp.int32) for _ in range(7)]  # each its own: they are donated
-    return Books(zeros((n, spec.max_len), jnp.int32), *counts[:5], zeros((n, 2), jnp.uint32), *counts[5:])
+    known, total, computed, limit, order, tenant, status = counts
+    return Books(
+        zeros((n, spec.max_len), jnp.int32), known, total, computed, limit, order, zeros((n, 2), jnp.uint32), tenant, status
+    )
 
 
 def enter(books: Books, new: Arrivals) -> Books:

@@ -198,8 +198,8 @@ class EngineCore:
     def _start_plan(self) -> Ahead:
         """Give free slots to queued sequences and begin the next plan: beside the running step, or here and now."""
         self._end_those_that_waited_too_long()
-        for sequence in self.offload.arrived() if self.offload is not None else ():
-            self._queue.push(sequence)
+        for arrived in self.offload.arrived() if self.offload is not None else ():
+            self._queue.push(arrived)
         newcomers: list[Sequence] = []
         waiting = Counter[int]()
         if len(self._queue):  # in a steady step nobody is queued, and nobody need be counted
@@ -272,7 +272,7 @@ class EngineCore:
                 sequence.started_s = now_s
                 self._note_first_step(sequence, int(plan.cached_len[i]))
                 if self.offload is not None and sequence.cached_len:
-                    self.offload.reuse(sequence, plan.block_table[0, i], sequence.cached_len)
+                    self.offload.reuse(sequence, np.asarray(plan.block_table[0, i]), sequence.cached_len)
         preempted = self._note_preemption(int(plan.preempted), int(plan.lost_len))
         idle_s = max(0.0, time.monotonic() - self._ready_s) if self._ready_s else plan_s
         dispatched = self._runner.dispatch(plan)

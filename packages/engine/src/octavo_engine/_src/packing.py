@@ -6,7 +6,7 @@ Knows dtypes and shapes; knows nothing of what they mean.
 from __future__ import annotations
 
 import math
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ class Packing(Generic[T]):
     """
 
     def __init__(self, like: T, *, limit: int = 8_192) -> None:
+        self._tree: Any
         leaves, self._tree = jax.tree.flatten(like)
         self._shapes = [tuple(leaf.shape) for leaf in leaves]
         self._dtypes = [np.dtype(leaf.dtype) for leaf in leaves]

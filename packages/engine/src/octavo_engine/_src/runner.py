@@ -112,6 +112,10 @@ class ModelRunner:
         threads: Programs traced at the same time.
         kept: Programs of earlier starts.
 
+    Attributes:
+        programs: What it runs.
+        compiler: How it is compiled.
+
     On a mesh, inputs and streams are on every device, as `state.last_token` is; KV and weights stay where they are.
     """
 
@@ -119,7 +123,7 @@ class ModelRunner:
         self, programs: DevicePrograms, state: DeviceState, *, max_blocks: int, threads: int = 2, kept: Programs | None = None
     ) -> None:
         self.programs, self._params, self._state = programs, programs.params, state
-        self._compiler = _Compiler(state.last_token.sharding, kept or Programs(None))
+        self.compiler = _Compiler(state.last_token.sharding, kept or Programs(None))
         self._shapes: tuple[Bucket, ...] = ()
         self._max_blocks, self._threads = max_blocks, threads
         self._compiled: dict[Bucket, _Programs] = {}
@@ -127,11 +131,6 @@ class ModelRunner:
         self._row_sizes: list[int] = []
         self._begin: Any = None
         self._copy: list[Any] = []
-
-    @property
-    def compiler(self) -> _Compiler:
-        """How its programs are compiled."""
-        return self._compiler
 
     @property
     def kv(self) -> tuple[tuple[Any, ...], ...]:
@@ -165,7 +164,7 @@ class ModelRunner:
 
     def _compile_bucket(self, shape: Bucket) -> None:
         step = self._abstract_input(shape)
-        state, programs, params, made = self._state, self.programs, self._params, self._compiler
+        state, programs, params, made = self._state, self.programs, self._params, self.compiler
         stream, batches = made.shapes(f"begin {shape}", programs.begin, params, state.last_token, step)
         targets, sizes = made.ints(SCORED_TOKENS), [n for n in self._row_sizes if n <= shape.rows]
         ends = made.jit(programs.ends)
@@ -184,14 +183,14 @@ class ModelRunner:
             leaves, tree = jax.tree.flatten((segment.params, kv))
             key = (segment.kind, segment.groups, tree, tuple((x.shape, x.dtype) for x in leaves))
             if key not in shared:
-                run = self._compiler.jit(functools.partial(self.programs.run, segment), donate=(1, 2), kv=kv)
+                run = self.compiler.jit(functools.partial(self.programs.run, segment), donate=(1, 2), kv=kv)
                 name = f"segment {len(shared)} of groups {segment.groups}"
-                shared[key] = self._compiler.compile(name, run, segment.params, kv, stream, batches)
+                shared[key] = self.compiler.compile(name, run, segment.params, kv, stream, batches)
             answer.append(shared[key])
         return answer
 
     def _compile_sample(self, rows: int) -> None:
-        programs, params, state, made = self.programs, self._params, self._state, self._compiler
+        programs, params, state, made = self.programs, self._params, self._state, self.compiler
         shape = self._shapes[-1]
         stream, _ = made.shapes(f"begin {shape}", programs.begin, params, state.last_token, self._abstract_input(shape))
         hidden = made.shapes(f"ends {shape} {rows}", programs.ends, params, stream, made.ints(rows))
@@ -200,7 +199,7 @@ class ModelRunner:
 
     def compile_begin(self, arrivals: SamplingArrivals) -> None:
         """Compile the taking in of new sequences, and the copying of blocks."""
-        made = self._compiler
+        made = self.compiler
         copies = made.placed(jax.ShapeDtypeStruct((len(self.programs.groups), COPIED_BLOCKS, 2), jnp.int32))
         shared: dict[Any, Any] = {}
         for segment, kv in zip(self.programs.segments, self._state.kv, strict=True):
@@ -213,29 +212,12 @@ class ModelRunner:
         self._begin = made.compile("begin sampling", begin, self._state.sampler, made.placed(arrivals))
 
     def _abstract_input(self, shape: Bucket) -> StepInput:
-        return self._compiler.placed(self._empty_input(shape))
-
-    def _empty_input(self, shape: Bucket) -> StepInput:
-        groups = len(self.programs.groups)
-        tokens, rows = np.zeros(shape.tokens, np.int32), np.zeros(shape.rows, np.int32)
-        return StepInput(
-            token_ids=tokens,
-            positions=tokens,
-            row=tokens + shape.rows,
-            query_start=np.zeros(shape.rows + 1, np.int32),
-            context_len=rows,
-            block_table=np.zeros((groups, shape.rows, self._max_blocks), np.int32),
-            slot_mapping=np.full((groups, shape.tokens), -1, np.int32),
-            sample_rows=rows - 1,
-            sequence=rows - 1,
-            num_single=np.int32(0),
-            num_rows=np.int32(0),
-        )
+        return self.compiler.placed(_empty_input(shape, len(self.programs.groups), self._max_blocks))
 
     def time_step(self, tokens: int) -> float:
         """Seconds of a step that prefills one row of so many tokens and stores nothing, in the smallest shape that holds it."""
         shape = next(b for b in self._shapes if b.tokens >= tokens)
-        step = self._empty_input(shape)
+        step = _empty_input(shape, len(self.programs.groups), self._max_blocks)
         ends = np.full(shape.rows + 1, tokens, np.int32)
         ends[0] = 0
         step = step._replace(
@@ -249,7 +231,7 @@ class ModelRunner:
     def time_decode(self, rows: int, context: int) -> float:
         """Seconds of the layers of a step in which so many rows see `context` tokens each and store nothing; blocks of rows differ."""
         shape = next(b for b in self._shapes if b.tokens >= rows and b.rows >= rows)
-        step = self._empty_input(shape)
+        step = _empty_input(shape, len(self.programs.groups), self._max_blocks)
         num_blocks = min(jax.tree.leaves(layer)[0].shape[0] for layer in self._state.kv[0])
         ids = np.random.default_rng(0).permutation(step.block_table.size).reshape(step.block_table.shape) % num_blocks
         step = step._replace(
@@ -326,6 +308,24 @@ class ModelRunner:
             padded[0, : len(at[part])], padded[1, : len(at[part])] = at[part], targets[part]
             answers.append(self._compiled[dispatched.bucket].score(self._params, dispatched.stream, padded[0], padded[1]))
         return answers
+
+
+def _empty_input(shape: Bucket, groups: int, max_blocks: int) -> StepInput:
+    """A step of nobody."""
+    tokens, rows = np.zeros(shape.tokens, np.int32), np.zeros(shape.rows, np.int32)
+    return StepInput(
+        token_ids=tokens,
+        positions=tokens,
+        row=tokens + shape.rows,
+        query_start=np.zeros(shape.rows + 1, np.int32),
+        context_len=rows,
+        block_table=np.zeros((groups, shape.rows, max_blocks), np.int32),
+        slot_mapping=np.full((groups, shape.tokens), -1, np.int32),
+        sample_rows=rows - 1,
+        sequence=rows - 1,
+        num_single=np.int32(0),
+        num_rows=np.int32(0),
+    )
 
 
 def _cut(plan: StepPlan, bucket: Bucket) -> StepInput:

@@ -3,6 +3,8 @@
 A caller names blocks by handles, `(id, generation)`, as paths: the indexed blocks of a prefix from its first on, each the parent of
 the next, then private ones. A lease on a block without its ancestors would let the tree lose the way to it, so anything but a path is
 refused, as is a stale handle; a refused call changes nothing.
+
+Size: leasing, releasing and lending check paths alike.
 """
 
 from __future__ import annotations

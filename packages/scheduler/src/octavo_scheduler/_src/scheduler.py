@@ -56,6 +56,8 @@ class ChunkedScheduler(Generic[C]):
     with `accepted ≥ 1` unless its sequence was finished meanwhile (then 0), and a sequence that reaches its limit is reported
     finished. While `StepPlan.num_waiting` is not 0, `arrive` is called between steps, with no arrivals if there are none.
 
+    Size: the two jits of the seam and what they share.
+
     Args:
         config: Sizes and policy.
         cache: Who holds the blocks; `cache.spec` gives the axes `sequences` (running and waiting together) and `max_len`.
