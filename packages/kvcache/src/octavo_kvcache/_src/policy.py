@@ -60,10 +60,7 @@ class EvictionPolicy(Protocol):
     """An order of eviction, in two pure functions. Hashable: jit closes over it."""
 
     def touch(self, stamp: Int32[Array, " ids"], use: Use) -> Int32[Array, " ids"]:
-        """The stamps of a path after a use of it; at least what they were, in the same order. New blocks have stamp 0.
-
-        Each by itself: a path's blocks come one by one, as well as together.
-        """
+        """The stamps of a path after a use of it; at least what they were, in the same order. New blocks have stamp 0."""
 
     def rank(self, stamp: Int32[Array, " blocks"], now: Now, bits: int) -> Int32[Array, " blocks"]:
         """Place in the order, 0 ≤ rank < 2**bits, smallest evicted first; never decreasing in the stamp."""
