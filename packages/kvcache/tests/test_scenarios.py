@@ -296,11 +296,6 @@ def test_old_stamps_are_moved_back_together_before_the_clock_overflows(drive):
 # What the audit is for.
 
 
-def replaced(part, name, value):
-    """A part of a state with other numbers under a name."""
-    return part._replace(**{name: value}) if name in part._fields else part.put(**{name: value})
-
-
 @pytest.mark.parametrize(
     ("field", "change", "complaint"),
     [
@@ -326,7 +321,7 @@ def test_the_audit_notices_cooked_books(drive, field, change, complaint):
     cache.release(1)
     cache.serve(0, prompt(18, 4))
     part, name = field.split(".")
-    broken = cache.state._replace(**{part: replaced(getattr(cache.state, part), name, change(*cache.state))})
+    broken = cache.state._replace(**{part: getattr(cache.state, part)._replace(**{name: change(*cache.state)})})
     assert any(complaint in line for line in audit(broken, cache.spec)), audit(broken, cache.spec)
 
 

@@ -190,8 +190,8 @@ def bench_insert(report: Report, filled: Filled, budget_s: float) -> None:
 
 
 def _insert_nothing(radix: kv.RadixState, prefix: kv.Match, tokens: Any, ids: Any, gens: Any) -> Any:
-    changed = ("tokens", "columns", "buckets", "events", "counters")
-    return _pretend(radix, changed), ids, gens, prefix.num_blocks + tokens[0]
+    changed = ("tokens", "first", "parent", "depth", "stamp", "namespace", "slot", "index_tag", "index_block", "leases", "free")
+    return _pretend(radix, (*changed, "stored", "counters")), ids, gens, prefix.num_blocks + tokens[0]
 
 
 def _pretend(radix: kv.RadixState, changed: Sequence[str]) -> kv.RadixState:
@@ -210,7 +210,7 @@ def bench_lease(report: Report, filled: Filled, budget_s: float) -> None:
         return radix, jnp.stack([leased, released])
 
     def neither(radix: kv.RadixState, ids: Any, gens: Any) -> Any:
-        return _pretend(radix, ("columns", "counters")), ids[:2] + gens[:2]
+        return _pretend(radix, ("leases", "stamp", "free", "counters")), ids[:2] + gens[:2]
 
     operation: Any = kv.InPlace(both)
     nothing: Any = kv.InPlace(neither)
@@ -222,11 +222,8 @@ def bench_lease(report: Report, filled: Filled, budget_s: float) -> None:
 
 def bench_evict(report: Report, filled: Filled, budget_s: float) -> None:
     """Evict the 1,024 blocks that were used longest ago; what that changes is put back after each call, untimed."""
-    changed = ("columns", "buckets", "events", "counters")
-    copied = jax.jit(
-        lambda kept: {name: value + 0 for name, value in kept.items()}
-    )  # of XLA's own, or it could not be updated in place
-    kept = copied({name: getattr(filled.radix, name) for name in changed})
+    changed = ("slot", "index_block", "free", "removed", "counters")
+    kept = {name: np.array(getattr(filled.radix, name)) for name in changed}
 
     def evict(radix: kv.RadixState) -> Any:
         radix = EVICT(radix, jnp.int32(LONG), LeastRecentlyUsed(), batch=LONG)
@@ -236,7 +233,7 @@ def bench_evict(report: Report, filled: Filled, budget_s: float) -> None:
         return _pretend(radix, changed), radix.counters[0]
 
     def undo(*_: Any) -> None:
-        filled.radix = filled.radix._replace(**copied(kept))
+        filled.radix = filled.radix._replace(**{name: jnp.array(value) for name, value in kept.items()})
 
     report.take("evict_1024", time_changes(filled, kv.InPlace(evict), tuple, undo, budget_s))
     report.take("evict_1024_floor", time_changes(filled, kv.InPlace(nothing), tuple, undo, budget_s / 3))
@@ -248,7 +245,7 @@ def bench_evict(report: Report, filled: Filled, budget_s: float) -> None:
 
 def bench_size(report: Report, filled: Filled) -> None:
     """State per block, without what does not grow with the pool: events and scalars."""
-    fixed = {"events", "counters"}
+    fixed = {"stored", "removed", "counters"}
     growing = [field for name, field in filled.radix._asdict().items() if name not in fixed]
     report.add("bytes_per_block", sum(x.nbytes for x in jax.tree.leaves(growing)) / POOL, "B")
 

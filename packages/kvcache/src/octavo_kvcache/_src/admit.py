@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -14,10 +11,9 @@ from octavo_core.plan import OK, OUT_OF_BLOCKS, Admitted
 from octavo_core.specs import CacheSpec
 from octavo_kvcache._src import pool
 from octavo_kvcache._src.insert import count_idle
-from octavo_kvcache._src.loops import peek, poke, settled
 from octavo_kvcache._src.match import Match, Tail, match, match_tail
 from octavo_kvcache._src.share import own_space, spare_for
-from octavo_kvcache._src.state import LEASES, CacheState, Layout, RadixState, Side, layout_of, num_nodes
+from octavo_kvcache._src.state import CacheState, Layout, RadixState, layout_of, num_nodes
 
 
 def admit(
@@ -43,7 +39,8 @@ def admit(
 
     length = jnp.maximum(lengths, 1) - 1  # one token is left to compute
 
-    def look(i: Array, cache: CacheState, promised: Array) -> tuple[Match, Tail, Array, Array]:
+    def serve(i: Array, carry: tuple[CacheState, Array, Array, Array]) -> tuple[CacheState, Array, Array, Array]:
+        cache, promised, cached_len, status = carry
         found = match(cache.radix, tokens[i], length[i], namespace[i], reach=layout.reach)
         tail = _tail(cache.radix, found, tokens[i], length[i], namespace[i]) if partial else Tail(jnp.int32(0), jnp.int32(0))
         lack = _lack(spec, layout, found, want[i], step_blocks)
@@ -51,23 +48,21 @@ def admit(
         # A block that is only copied stays leased until then, and must not take the room the sequence needs.
         use_tail = (tail.block_id > 0) & jnp.all(lack <= spare - _idle(spec, layout, cache.radix, tail.block_id))
         tail = Tail(*(jnp.where(use_tail, field, 0) for field in tail))
-        empty = (cache.sequences.held[sequence[i]] == 0) & (cache.sequences.tail[sequence[i]] == 0)
-        return found, tail, lack, empty & (jnp.max(want[i]) <= spec.max_blocks) & jnp.all(lack <= spare)
-
-    def serve(i: Array, carry: tuple[CacheState, Array, Array, Array]) -> tuple[CacheState, Array, Array, Array]:
-        cache, promised, cached_len, status = carry
-        seen = functools.partial(look, i, cache, promised)
-        nobody = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(seen))
-        found, tail, lack, takes = lax.cond(named[i], seen, lambda: nobody)
+        row = jnp.where(named[i], sequence[i], 0)
+        empty = (cache.sequences.held[row] == 0) & (cache.sequences.tail[row] == 0)
+        takes = named[i] & empty & (jnp.max(want[i]) <= spec.max_blocks) & jnp.all(lack <= spare)
         cache = _lease(layout, cache, jnp.where(takes, sequence[i], spec.max_sequences), found, tail, namespace[i], owner[i])
         reused = found.num_blocks * spec.block_size + tail.length
         cached_len = cached_len.at[i].set(jnp.where(takes, reused, 0))
         status = status.at[i].set(jnp.where(named[i] & ~takes, OUT_OF_BLOCKS, OK))
         return cache, promised + jnp.where(takes, lack, 0), cached_len, status
 
+    def maybe(i: Array, carry: tuple[CacheState, Array, Array, Array]) -> tuple[CacheState, Array, Array, Array]:
+        return lax.cond(named[i], lambda c: serve(i, c), lambda c: c, carry)
+
     nothing = jnp.zeros(arrivals, jnp.int32)
     start = (cache, jnp.zeros(spec.groups, jnp.int32), nothing, nothing)
-    cache, _, cached_len, status = lax.fori_loop(0, arrivals, serve, start)
+    cache, _, cached_len, status = lax.fori_loop(0, arrivals, maybe, start)
     row = jnp.where(named & (status == OK), sequence, spec.max_sequences)
     prompt_len = cache.sequences.prompt_len.at[row].set(lengths, mode="drop")
     return CacheState(cache.radix, cache.sequences._replace(prompt_len=prompt_len)), Admitted(cached_len, status)
@@ -130,7 +125,7 @@ def _spare(
     spec: CacheSpec, layout: Layout, radix: RadixState, found: Match, tenant: Int32[Array, ""], quotas: tuple[int, ...]
 ) -> Int32[Array, " groups"]:
     """Blocks each group could give the tenant once the match is leased."""
-    idle = jnp.sum((found.block_ids > 0) & (radix.columns[LEASES, found.block_ids] == 0), dtype=jnp.int32)
+    idle = jnp.sum((found.block_ids > 0) & (radix.leases[found.block_ids] == 0), dtype=jnp.int32)
     whole = spare_for(radix, tenant, quotas) - idle
     surplus = np.array(spec.num_blocks, np.int32) - num_nodes(spec)
     spare = jnp.where(np.array([g + layout.offset in layout.whole for g in range(spec.groups)]), whole + surplus, 0)
@@ -143,7 +138,7 @@ def _spare(
 
 def _idle(spec: CacheSpec, layout: Layout, radix: RadixState, node: Int32[Array, ""]) -> Bool[Array, " groups"]:
     """Whether nobody leases the block of a node, in each group."""
-    idle = jnp.broadcast_to(peek(radix.columns, LEASES, node) == 0, spec.groups)
+    idle = jnp.broadcast_to(radix.leases[node] == 0, spec.groups)
     for side, table in zip(radix.sides, layout.side, strict=True):
         idle = idle.at[table - layout.offset].set(side.refcount[side.node_block[node]] == 0)
     return idle
@@ -167,17 +162,14 @@ def _lease(
     """Lease a match and the block to copy to a sequence; `row` beyond the last: to nobody."""
     radix, sequences = cache
     takes = row < sequences.held.shape[0]
-
-    def one(n: Array, carry: tuple[RadixState, Array]) -> tuple[RadixState, Array]:
-        radix, table = carry
-        block = peek(found.block_ids, n)
-        for whole in layout.whole:
-            table = poke(table, block, whole, row, n)
-        return pool.lease_more(radix, block, 1), table
-
-    num_blocks = jnp.where(takes, found.num_blocks, 0)
-    radix, table = lax.fori_loop(0, num_blocks, one, (radix, sequences.block_table))
-    radix = pool.lease_more(radix, tail.block_id, (takes & (tail.block_id > 0)).astype(jnp.int32))
+    ids = jnp.concatenate([found.block_ids, tail.block_id[None]])
+    leased = takes & (ids > 0)
+    woken = leased & (radix.leases[ids] == 0)
+    evictable = radix.read().evictable - pool.by_tenant(radix, woken, ids)
+    leases = radix.leases.at[jnp.where(leased, ids, radix.leases.shape[0])].add(1, mode="drop")
+    radix, table = radix._replace(leases=leases).write(evictable=evictable), sequences.block_table
+    for whole in layout.whole:
+        table = table.at[whole, row].set(found.block_ids, mode="drop")
     sides = []
     for side, number, back in zip(radix.sides, layout.side, layout.reach, strict=True):
         block = _in_reach(side.node_block, found, back)
@@ -199,35 +191,22 @@ def _lease(
 
 
 def unlease_tail(cache: CacheState, ended: Bool[Array, " sequences"]) -> CacheState:
-    """Give up the blocks to copy of these sequences, one after another: two may copy the same. They stay cached."""
-    waiting = ended & (cache.sequences.tail > 0)
-    cache = _unlease_side_tails(cache, waiting)
+    """Give up the blocks to copy of these sequences, one after another: there are few, and two may copy the same. They stay cached."""
 
-    def one(row: Array, carry: tuple[RadixState, Array]) -> tuple[RadixState, Array]:
-        radix, tail = carry
-        gives_up, block = peek(waiting, row), settled(lambda: peek(tail, row), row)
-        radix = pool.lease_less(radix, block, gives_up.astype(jnp.int32))
-        return radix, poke(tail, jnp.where(gives_up, 0, block), row)
-
-    rows = jnp.where(jnp.any(waiting), ended.shape[0], 0)
-    radix, tail = lax.fori_loop(0, rows, one, (cache.radix, cache.sequences.tail))
-    return CacheState(radix, cache.sequences._replace(tail=tail))
-
-
-def _unlease_side_tails(cache: CacheState, waiting: Bool[Array, " sequences"]) -> CacheState:
-    """The same in side groups."""
-
-    def one(carry: tuple[tuple[Side, ...], Array]) -> tuple[tuple[Side, ...], Array]:
-        sides, waiting = carry
+    def one(carry: tuple[CacheState, Array]) -> tuple[CacheState, Array]:
+        (radix, sequences), waiting = carry
         row = jnp.argmax(waiting).astype(jnp.int32)
-        after = []
-        for side in sides:
-            copied = side.node_block[peek(cache.sequences.tail, row)]
+        block = sequences.tail[row]
+        left = radix.leases[block] - 1
+        tenant = radix.tenant[block] if radix.num_tenants > 1 else 0
+        evictable = radix.read().evictable.at[tenant].add((left == 0).astype(jnp.int32))
+        sides = []
+        for side in radix.sides:
+            copied = side.node_block[block]
             at = jnp.where(copied > 0, copied, side.refcount.shape[0])
-            after.append(count_idle(side._replace(refcount=side.refcount.at[at].add(-1, mode="drop"))))
-        return tuple(after), waiting.at[row].set(False)
+            sides.append(count_idle(side._replace(refcount=side.refcount.at[at].add(-1, mode="drop"))))
+        radix = radix._replace(leases=radix.leases.at[block].set(left), sides=tuple(sides)).write(evictable=evictable)
+        return CacheState(radix, sequences._replace(tail=sequences.tail.at[row].set(0))), waiting.at[row].set(False)
 
-    if not cache.radix.sides:
-        return cache
-    sides, _ = lax.while_loop(lambda c: jnp.any(c[1]), one, (cache.radix.sides, waiting))
-    return CacheState(cache.radix._replace(sides=sides), cache.sequences)
+    start = (cache, ended & (cache.sequences.tail > 0))
+    return lax.while_loop(lambda c: jnp.any(c[1]), one, start)[0]

@@ -13,26 +13,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from octavo_kvcache._src import pool
+from octavo_kvcache._src import index, pool
 from octavo_kvcache._src.checks import check_count
-from octavo_kvcache._src.loops import peek, poke, settled
 from octavo_kvcache._src.policy import EvictionPolicy, Now
 from octavo_kvcache._src.scan import count_set, some_set
-from octavo_kvcache._src.state import (
-    BLOCK,
-    DEPTH,
-    FLOOR,
-    FREE,
-    GENERATION,
-    NUM_FREE,
-    NUM_REMOVED,
-    SLOT,
-    STAMP,
-    TENANT,
-    UNINDEXED,
-    WAYS,
-    RadixState,
-)
+from octavo_kvcache._src.state import RadixState
 
 NEVER: Final = np.int32(2**31 - 1)
 """Key of a block that must stay."""
@@ -81,7 +66,7 @@ def evict(
         batch: Blocks selected at once.
     """
     check_count(count)
-    size = min(batch, radix.num_nodes)
+    size = min(batch, radix.slot.shape[0])
     count = jnp.minimum(count, radix.read().num_evictable)
     if allowance is None:
         allowance = jnp.full(radix.num_tenants, NEVER)
@@ -91,13 +76,13 @@ def evict(
         key = eviction_key(radix, policy, max_depth)
         if radix.num_tenants > 1:
             key = jnp.where(allowance[radix.tenant] > 0, key, NEVER)
-        block = smallest(key, jnp.minimum(left, size), size)
-        gone = _within(radix, key, block, allowance)
-        before = radix.read().used
+        now = jnp.minimum(left, size)
+        block = smallest(key, now, size)
+        gone = (block > 0) & _within(radix, key, block, allowance)
+        taken = pool.by_tenant(radix, gone, block)
         radix = remove(radix, gone, block)
-        taken = before - radix.read().used
-        num_taken = jnp.sum(taken, dtype=jnp.int32)
-        return radix, jnp.where(num_taken == 0, 0, left - num_taken), allowance - taken
+        none = jnp.sum(gone, dtype=jnp.int32) == 0
+        return radix, jnp.where(none, 0, left - jnp.sum(gone, dtype=jnp.int32)), allowance - taken
 
     return lax.while_loop(lambda c: c[1] > 0, some, (radix, count, allowance))[0]
 
@@ -107,44 +92,28 @@ def _within(
 ) -> Bool[Array, " ids"]:
     """Which of the chosen blocks their tenants may lose: the first of each in eviction order."""
     if radix.num_tenants == 1:
-        return block > 0
-    tenant, chosen = radix.columns[TENANT, block], key[block]
+        return jnp.ones_like(block, bool)
+    tenant, chosen = radix.tenant[block], key[block]
     j = jnp.arange(block.shape[0])
     earlier = (chosen[None, :] < chosen[:, None]) | ((chosen[None, :] == chosen[:, None]) & (j[None, :] < j[:, None]))
     before = jnp.sum(earlier & (tenant[None, :] == tenant[:, None]) & (block > 0)[None, :], axis=1)
-    return (block > 0) & (before < allowance[tenant])
+    return before < allowance[tenant]
 
 
 def remove(radix: RadixState, gone: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> RadixState:
     """Strike cached, unleased, distinct blocks from the index and free them, in every group."""
-
-    def one(j: Array, radix: RadixState) -> RadixState:
-        at, goes = peek(block, j), peek(gone, j)
-        num_free, floor = peek(radix.counters, NUM_FREE), peek(radix.counters, FLOOR)
-
-        def read() -> tuple[Array, ...]:
-            slot, stamp, generation = (peek(radix.columns, column, at) for column in (SLOT, STAMP, GENERATION))
-            old = peek(radix.buckets, jnp.maximum(slot, 0) // WAYS, BLOCK, jnp.maximum(slot, 0) % WAYS)
-            tenant = jnp.asarray(pool.tenant_of(radix, at), jnp.int32)
-            return slot, stamp, generation, old, tenant, peek(radix.columns, FREE, num_free)
-
-        slot, stamp, generation, old, tenant, top = settled(read, at)
-        bucket, way = jnp.maximum(slot, 0) // WAYS, jnp.maximum(slot, 0) % WAYS
-        columns = poke(radix.columns, jnp.where(goes, UNINDEXED, slot), SLOT, at)
-        radix = radix._replace(
-            buckets=poke(radix.buckets, jnp.where(goes, 0, old), bucket, BLOCK, way),
-            columns=poke(columns, jnp.where(goes, at, top), FREE, num_free),
-            counters=poke(radix.counters, jnp.where(goes, jnp.maximum(floor, stamp), floor), FLOOR),
-        )
-        one = goes.astype(jnp.int32)
-        radix = pool.log(radix, NUM_REMOVED, 0, at, generation)
-        return pool.count(radix, tenant, free=one, used=-one, evictable=-one, removed=one)
-
-    last = jnp.max(jnp.where(gone, np.arange(1, block.shape[0] + 1, dtype=np.int32), 0))
-    radix = lax.fori_loop(0, last, one, radix)
+    counters = radix.read()
+    last = jnp.max(jnp.where(gone, radix.stamp[block], 0))
+    removed, num_removed = pool.log(radix.removed, counters.num_removed, gone, 0, block, radix.generation[block])
+    radix = index.remove(radix._replace(removed=removed), gone, block)
+    radix = radix.write(
+        num_removed=num_removed,
+        floor=jnp.maximum(counters.floor, last),
+        evictable=counters.evictable - pool.by_tenant(radix, gone, block),
+    )
     for number in range(len(radix.sides)):
         radix = _disown(radix, number, gone, block)
-    return radix
+    return pool.give_back(radix, gone, block)
 
 
 def _disown(radix: RadixState, number: int, gone: Bool[Array, " ids"], node: Int32[Array, " ids"]) -> RadixState:
@@ -152,14 +121,15 @@ def _disown(radix: RadixState, number: int, gone: Bool[Array, " ids"], node: Int
     side = radix.sides[number]
     block = jnp.where(gone, side.node_block[node], 0)
     freed = block > 0
-    radix = pool.log_all(radix, NUM_REMOVED, freed, 1 + number, block, side.generation[block])
+    removed, num_removed = pool.log(radix.removed, radix.read().num_removed, freed, 1 + number, block, side.generation[block])
     side = side._replace(
         node_block=side.node_block.at[jnp.where(freed, node, side.node_block.shape[0])].set(0, mode="drop"),
         owner=side.owner.at[jnp.where(freed, block, side.owner.shape[0])].set(0, mode="drop"),
         counts=side.counts.at[1].add(-jnp.sum(freed, dtype=jnp.int32)),
     )
     side = pool.give_back_side(side, freed, block)
-    return radix._replace(sides=(*radix.sides[:number], side, *radix.sides[number + 1 :]))
+    sides = (*radix.sides[:number], side, *radix.sides[number + 1 :])
+    return radix._replace(sides=sides, removed=removed).write(num_removed=num_removed)
 
 
 def evict_side(radix: RadixState, number: int, count: Int32[Array, ""], policy: EvictionPolicy) -> RadixState:
@@ -172,8 +142,8 @@ def evict_side(radix: RadixState, number: int, count: Int32[Array, ""], policy: 
     def some(carry: tuple[RadixState, Array]) -> tuple[RadixState, Array]:
         radix, left = carry
         side = radix.sides[number]
-        rank = policy.rank(radix.columns[STAMP, side.owner], time_of(radix), 30 - _DEPTH_BITS)
-        place = (rank << _DEPTH_BITS) | jnp.minimum(radix.columns[DEPTH, side.owner], (1 << _DEPTH_BITS) - 1)
+        rank = policy.rank(radix.stamp[side.owner], time_of(radix), 30 - _DEPTH_BITS)
+        place = (rank << _DEPTH_BITS) | jnp.minimum(radix.depth[side.owner], (1 << _DEPTH_BITS) - 1)
         idle = (side.owner > 0) & (side.refcount == 0)
         now = jnp.minimum(left, size)
         block = smallest(jnp.where(idle, place, NEVER), now, size)

@@ -1,4 +1,4 @@
-"""The bucketed table from keys to blocks.
+"""The bucketed table from keys to blocks: look many keys up at once, enter many, remove many.
 
 A bucket is one row of `WAYS` slots; a block remembers its slot, so removal clears it without a search and leaves no tombstone. At most
 one block stands in a bucket under a given tag, which makes a look-up deterministic. The table proposes; the
@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from octavo_kvcache._src.loops import peek
-from octavo_kvcache._src.state import BLOCK, SPACE_HIGH, SPACE_LOW, TAG, WAYS, RadixState
+from octavo_kvcache._src.scan import count_true, first_true, prefix_sum
+from octavo_kvcache._src.state import UNINDEXED, WAYS, RadixState
 
 
 class Probe(NamedTuple):
@@ -34,24 +33,49 @@ def probe(
     bucket: Int32[Array, " keys"],
     tag: UInt32[Array, " keys"],
     tokens: Int32[Array, "keys block_size"],
-    namespace: UInt32[Array, " 2"],
+    namespace: UInt32[Array, "keys 2"],
 ) -> Probe:
     """Look all keys up at once and compare what is found with what was asked for."""
-    slots = radix.buckets[bucket]
-    block = jnp.max(jnp.where(slots[:, TAG] == tag.astype(jnp.int32)[:, None], slots[:, BLOCK], 0), axis=1)
-    space = namespace.astype(jnp.int32)
-    equal = jnp.all(radix.tokens[block] == tokens, axis=1)
-    equal &= (radix.columns[SPACE_LOW, block] == space[0]) & (radix.columns[SPACE_HIGH, block] == space[1])
+    blocks = radix.index_block[bucket]
+    block = jnp.max(jnp.where(radix.index_tag[bucket] == tag[:, None], blocks, 0), axis=1)
+    equal = jnp.all(radix.tokens[block] == tokens, axis=1) & jnp.all(radix.namespace[block] == namespace, axis=1)
     return Probe(block, (block > 0) & equal)
 
 
-def look(radix: RadixState, bucket: Int32[Array, ""], tag: Int32[Array, ""]) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
-    """The block filed under one key, 0 for none; and the first vacant way of its bucket, `WAYS` for none."""
+def room(
+    radix: RadixState, bucket: Int32[Array, " keys"], new: Bool[Array, " keys"]
+) -> tuple[Bool[Array, " keys"], Int32[Array, " keys"]]:
+    """Which of the `new` keys fit in their buckets, and their ways; keys of one bucket get different ways, in order."""
+    peers = (bucket[:, None] == bucket[None, :]) & new[None, :]
+    rank = count_true(jnp.tril(peers, -1))
+    vacant = radix.index_block[bucket] == 0
+    chosen = vacant & (prefix_sum(vacant.astype(jnp.int32)) == rank[:, None] + 1)
+    way = first_true(chosen)
+    return new & (way < WAYS), jnp.minimum(way, WAYS - 1)
 
-    def one(way: Array, seen: tuple[Array, Array]) -> tuple[Array, Array]:
-        found, vacant = seen
-        block = peek(radix.buckets, bucket, BLOCK, way)
-        found = jnp.where((peek(radix.buckets, bucket, TAG, way) == tag) & (block > 0), block, found)
-        return found, jnp.where((block == 0) & (vacant == WAYS), way, vacant)
 
-    return lax.fori_loop(0, WAYS, one, (jnp.int32(0), jnp.int32(WAYS)))
+def enter(
+    radix: RadixState,
+    new: Bool[Array, " keys"],
+    block: Int32[Array, " keys"],
+    bucket: Int32[Array, " keys"],
+    way: Int32[Array, " keys"],
+    tag: UInt32[Array, " keys"],
+) -> RadixState:
+    """File the `new` blocks in slots that `room` found."""
+    row, at = jnp.where(new, bucket, radix.index_block.shape[0]), jnp.where(new, block, radix.slot.shape[0])
+    return radix._replace(
+        index_tag=radix.index_tag.at[row, way].set(tag, mode="drop"),
+        index_block=radix.index_block.at[row, way].set(block, mode="drop"),
+        slot=radix.slot.at[at].set(bucket * WAYS + way, mode="drop"),
+    )
+
+
+def remove(radix: RadixState, gone: Bool[Array, " keys"], block: Int32[Array, " keys"]) -> RadixState:
+    """Strike the `gone` blocks from the index."""
+    slot = radix.slot[block]
+    row, at = jnp.where(gone, slot // WAYS, radix.index_block.shape[0]), jnp.where(gone, block, radix.slot.shape[0])
+    return radix._replace(
+        index_block=radix.index_block.at[row, slot % WAYS].set(0, mode="drop"),
+        slot=radix.slot.at[at].set(UNINDEXED, mode="drop"),
+    )

@@ -1,234 +1,184 @@
 """Filing full blocks in the index, or finding that equal ones are filed already.
 
-Three loops over a list of blocks, parent first, each of which XLA compiles to machine code (`loops`): note what the blocks hold, decide where
-each is filed, keep the books. A block is either *known* (an equal prefix is in the index) or *new*. It *fails* when its bucket is full or holds
-another prefix under the same tag; then nothing after it in its sequence is filed either, because a child without a findable
-parent could never be found. Knows no sequences: callers move their leases to the canonical blocks.
+Works on a flat list of blocks, those of one sequence in a row, without a loop. A block is either *known* (an equal prefix is in the
+index), a *twin* (of a block earlier in the list) or *new*. It *fails* when its bucket is full or holds another prefix
+under the same tag; then nothing after it in its run is filed either, because a child without a findable parent
+could never be found. Knows no sequences: callers move their leases to the canonical blocks.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from octavo_kvcache._src import index, keys, pool
-from octavo_kvcache._src.loops import peek, poke, settled
-from octavo_kvcache._src.state import (
-    BLOCK,
-    DEPTH,
-    FIRST,
-    FREE,
-    GENERATION,
-    LEASES,
-    NUM_FREE,
-    NUM_STORED,
-    PARENT,
-    SLOT,
-    SPACE_HIGH,
-    SPACE_LOW,
-    STAMP,
-    TAG,
-    UNINDEXED,
-    WAYS,
-    RadixState,
-    Side,
-)
+from octavo_kvcache._src.scan import first_true
+from octavo_kvcache._src.state import RadixState, Side
 
-_FAILED = -1
-"""In place of a parent: it could not be filed."""
+T = TypeVar("T")
 
 
 class Work(NamedTuple):
-    """The list. What stands from `length` on means nothing.
+    """The flat list.
 
     Attributes:
-        own: The block that holds each one's KV, leased once and private.
-        base: Where a run of blocks that follow one another begins, the canonical block before it, 0 for none; elsewhere −1.
-        row: Who files it, for events; −1 nobody.
-        column: Blocks before it in its prefix.
-        length: How many there are.
+        live: The entry exists.
+        first: List index where the entry's run begins.
+        depth: Blocks before it in its prefix.
+        base: Block before its run; 0 where the run begins a prefix.
+        own: The block that holds its KV, leased once and private.
+        tokens, namespace, key: Of the block.
+        sequence: Who filed it, for events; −1 nobody.
     """
 
-    own: Int32[Array, " work"]
+    live: Bool[Array, " work"]
+    first: Int32[Array, " work"]
+    depth: Int32[Array, " work"]
     base: Int32[Array, " work"]
-    row: Int32[Array, " work"]
-    column: Int32[Array, " work"]
-    length: Int32[Array, ""]
+    own: Int32[Array, " work"]
+    tokens: Int32[Array, "work block_size"]
+    namespace: UInt32[Array, "work 2"]
+    key: UInt32[Array, "work 2"]
+    sequence: Int32[Array, " work"]
 
 
-def note(
-    radix: RadixState,
-    work: Work,
-    blocks: Int32[Array, "rows block_size"],
-    source: Int32[Array, " work"],
-    before: UInt32[Array, "work 2"],
-    namespace: UInt32[Array, "work 2"],
-) -> tuple[RadixState, UInt32[Array, "work 2"]]:
-    """Note what blocks hold. Of a private block that means nothing, so that it may be noted before it is known whether it can be filed.
+class Verdict(NamedTuple):
+    """What becomes of each entry. `block`: the canonical block; `parent`: the canonical block before it."""
 
-    Args:
-        radix: The tree.
-        work: The list.
-        blocks: Tokens.
-        source: Which of them each block holds.
-        before: Key before each one's run.
-        namespace: Of each.
+    done: Bool[Array, " work"]
+    new: Bool[Array, " work"]
+    known: Bool[Array, " work"]
+    block: Int32[Array, " work"]
+    parent: Int32[Array, " work"]
+    bucket: Int32[Array, " work"]
+    tag: UInt32[Array, " work"]
+    way: Int32[Array, " work"]
 
-    Returns:
-        The tree, and the keys.
-    """
-    spaces = namespace.astype(jnp.int32)
-
-    def one(n: Array, carry: tuple[Array, Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array, Array]:
-        tokens, columns, chain, low, high = carry
-        own, at, begins, space = (
-            peek(work.own, n),
-            peek(source, n),
-            peek(work.base, n) >= 0,
-            (peek(spaces, n, 0), peek(spaces, n, 1)),
-        )
-        more = keys.fingerprint_one(blocks, at)
-        low = jnp.where(begins, peek(before, n, 0), low) * keys.FACTOR[0] + more[0]
-        high = jnp.where(begins, peek(before, n, 1), high) * keys.FACTOR[1] + more[1]
-        first = keys.mark(peek(blocks, at, 0), space)
-        values = ((FIRST, first), (DEPTH, peek(work.column, n)), (STAMP, 0), (SPACE_LOW, space[0]), (SPACE_HIGH, space[1]))
-        for field, value in values:
-            columns = poke(columns, value, field, own)
-        tokens = lax.fori_loop(0, tokens.shape[1], lambda place, t: poke(t, peek(blocks, at, place), own, place), tokens)
-        return tokens, columns, poke(poke(chain, low, n, 0), high, n, 1), low, high
-
-    none = jnp.uint32(0)
-    start = (radix.tokens, radix.columns, jnp.zeros_like(before), none, none)
-    tokens, columns, chain, _, _ = lax.fori_loop(0, work.length, one, start)
-    return radix._replace(tokens=tokens, columns=columns), chain
+    def moved(self, work: Work) -> Bool[Array, " work"]:
+        """Entries whose canonical block is not their own."""
+        return self.done & (self.block != work.own)
 
 
-class _Place(NamedTuple):
-    """What the index says of a block: the canonical block, 0 where it fails; and its slot to be written, which and what."""
-
-    block: Int32[Array, ""]
-    way: Int32[Array, ""]
-    tag: Int32[Array, ""]
-    filed: Int32[Array, ""]
+def run_keys(
+    first: Int32[Array, " work"], before: UInt32[Array, "work 2"], tokens: Int32[Array, "work block_size"]
+) -> UInt32[Array, "work 2"]:
+    """Keys of runs of blocks; `before` is the key before each run."""
+    return keys.chain(first, before, keys.fingerprint(tokens))
 
 
-def file(
-    radix: RadixState, work: Work, chain: UInt32[Array, "work 2"], leases: int = 1
-) -> tuple[RadixState, Int32[Array, " work"]]:
-    """File blocks that are noted. Where one is known, its own block is freed and its one lease goes to the canonical block.
+def judge(radix: RadixState, work: Work) -> Verdict:
+    """Say what each entry is; changes nothing."""
+    j = jnp.arange(work.own.shape[0], dtype=jnp.int32)
+    bucket, tag = keys.address(work.key, radix.index_tag.shape[0])
+    begins = j == work.first
+    found = index.probe(radix, bucket, tag, work.tokens, work.namespace)
+    before = jnp.where(begins, work.base, jnp.roll(found.block, 1))
+    same = found.same & (radix.parent[found.block] == before) & _is_own(radix, work, found.block)
+    known = _settled(~_from_first(work, ~(work.live & same)))
+    fresh = work.live & ~known
 
-    Args:
-        radix: The tree.
-        work: The blocks.
-        chain: Their keys.
-        leases: What stands for the one lease on each.
-
-    Returns:
-        The tree, and the canonical block of each; 0 where it could not be filed, and beyond the last.
-    """
-    radix, block = _decide(radix, work, chain)
-    return _keep_books(radix, work, block, leases), block
-
-
-def _decide(radix: RadixState, work: Work, chain: UInt32[Array, "work 2"]) -> tuple[RadixState, Int32[Array, " work"]]:
-    buckets, tags = keys.address(chain, radix.buckets.shape[0])
-    tags = tags.astype(jnp.int32)
-
-    def one(n: Array, carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-        index, columns, block, parent = carry
-        own, base, bucket, tag = peek(work.own, n), peek(work.base, n), peek(buckets, n), peek(tags, n)
-        parent = jnp.where(base >= 0, base, parent)
-        seen = radix._replace(buckets=index, columns=columns)
-        place = settled(lambda: _place(seen, own, parent, bucket, tag), n)
-        index = poke(poke(index, place.tag, bucket, TAG, place.way), place.filed, bucket, BLOCK, place.way)
-        slot = jnp.where(place.block == own, bucket * WAYS + place.way, UNINDEXED)
-        columns = poke(poke(columns, parent, PARENT, own), slot, SLOT, own)
-        return index, columns, poke(block, place.block, n), jnp.where(place.block > 0, place.block, _FAILED)
-
-    start = (radix.buckets, radix.columns, jnp.zeros_like(work.own), jnp.int32(0))
-    index, columns, block, _ = lax.fori_loop(0, work.length, one, start)
-    return radix._replace(buckets=index, columns=columns), block
-
-
-def _place(
-    radix: RadixState, own: Int32[Array, ""], parent: Int32[Array, ""], bucket: Int32[Array, ""], tag: Int32[Array, ""]
-) -> _Place:
-    columns, fits = radix.columns, parent != _FAILED
-    found, vacant = index.look(radix, bucket, tag)
-    known = (found > 0) & (peek(columns, PARENT, found) == parent) & _same_owner(radix, found, own)
-    for column in (SPACE_LOW, SPACE_HIGH):
-        known &= peek(columns, column, found) == peek(columns, column, own)
-    known = _same_tokens(radix, found, own, known)
-    new = (found == 0) & (vacant < WAYS) & fits & ((parent == 0) | _same_owner(radix, jnp.maximum(parent, 0), own))
-    way = jnp.minimum(vacant, WAYS - 1)
-    return _Place(
-        jnp.where(known, found, jnp.where(new, own, 0)),
-        way,
-        jnp.where(new, tag, peek(radix.buckets, bucket, TAG, way)),
-        jnp.where(new, own, peek(radix.buckets, bucket, BLOCK, way)),
+    # The first fresh entry under the same bucket and tag is the one that may be filed.
+    alike = (bucket[:, None] == bucket) & (tag[:, None] == tag) & fresh
+    leader = _settled(jnp.where(fresh, jnp.minimum(first_true(alike), j), j))
+    block = _settled(jnp.where(known, found.block, work.own[leader]))
+    parent = jnp.where(begins, work.base, jnp.roll(block, 1))
+    equal = (
+        _is_own(radix, work, work.own[leader])
+        & jnp.all(work.tokens == work.tokens[leader], axis=1)
+        & jnp.all(work.namespace == work.namespace[leader], axis=1)
     )
+    fits, way = _settled(index.room(radix, bucket, fresh & (leader == j) & (found.block == 0)))
+    alien = begins & (work.base > 0) & ~_is_own(radix, work, work.base)
+    failed = _settled(fresh & (alien | jnp.where(leader == j, ~fits, ~equal | (parent != parent[leader]))))
+    failed = _spread(work, failed, leader)
+    done = work.live & ~failed
+    return Verdict(done, done & fresh & (leader == j), known, block, parent, bucket, tag, way)
 
 
-def _keep_books(radix: RadixState, work: Work, block: Int32[Array, " work"], leases: int) -> RadixState:
-    """Move leases to canonical blocks, free what is not canonical, count, and tell of what is new."""
-
-    def one(n: Array, radix: RadixState) -> RadixState:
-        own, canonical = peek(work.own, n), peek(block, n)
-        new, known = canonical == own, (canonical > 0) & (canonical != own)
-        found = jnp.where(known, canonical, 0)
-
-        def read() -> tuple[Array, ...]:
-            fields = peek(radix.columns, LEASES, found), peek(radix.columns, GENERATION, own)
-            return *fields, jnp.asarray(pool.tenant_of(radix, own), jnp.int32)
-
-        others, generation, tenant = settled(read, own)
-        own_leases = jnp.where(known, 0, jnp.where(new, 1, leases))
-        freed, columns = known.astype(jnp.int32), poke(radix.columns, own_leases, LEASES, own)
-        columns = poke(columns, others + freed, LEASES, found)
-        columns = poke(columns, own, FREE, peek(radix.counters, NUM_FREE))  # counts if it is freed
-        radix = pool.log(radix._replace(columns=columns), NUM_STORED, 0, own, generation, peek(work.row, n), peek(work.column, n))
-        woken = jnp.where(others == 0, freed, 0)
-        return pool.count(radix, tenant, free=freed, used=-freed, evictable=-woken, stored=new.astype(jnp.int32))
-
-    return lax.fori_loop(0, work.length, one, radix)
+def _settled(value: T) -> T:
+    """The same value, computed once: XLA would compute it again in every loop over pairs of entries that uses it."""
+    return cast(T, lax.optimization_barrier(value))
 
 
-def _same_tokens(radix: RadixState, block: Int32[Array, ""], other: Int32[Array, ""], asked: Bool[Array, ""]) -> Bool[Array, ""]:
-    """Whether two blocks have the same tokens, if that is asked: one token after another, since a row may be long."""
-
-    def one(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        place, _ = carry
-        return place + 1, peek(radix.tokens, block, place) == peek(radix.tokens, other, place)
-
-    size = radix.tokens.shape[1]
-    return lax.while_loop(lambda c: c[1] & (c[0] < size), one, (jnp.int32(0), asked))[1]
+def _is_own(radix: RadixState, work: Work, block: Int32[Array, " work"]) -> Bool[Array, " work"]:
+    """Whether blocks belong to the tenants of the entries: a path has one owner, or what its owner may lose would lead to others' blocks."""
+    if radix.num_tenants == 1:
+        return jnp.ones_like(work.live)
+    return radix.tenant[block] == radix.tenant[work.own]
 
 
-def _same_owner(radix: RadixState, block: Int32[Array, ""], other: Int32[Array, ""]) -> Bool[Array, ""]:
-    """Whether two blocks are of the same tenant: what one may lose must not lead to another's blocks."""
-    return jnp.asarray(pool.tenant_of(radix, block) == pool.tenant_of(radix, other))
+def _from_first(work: Work, bad: Bool[Array, " work"]) -> Bool[Array, " work"]:
+    """Whether something bad came at or before each entry in its own run."""
+    j = jnp.arange(bad.shape[0], dtype=jnp.int32)
+    return jnp.any(bad & (j >= work.first[:, None]) & (j <= j[:, None]), axis=1)
+
+
+def _spread(work: Work, failed: Bool[Array, " work"], leader: Int32[Array, " work"]) -> Bool[Array, " work"]:
+    """Fail what comes after a failure in its run and what relies on a failed leader, until nothing changes."""
+
+    def again(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        failed, _ = carry
+        more = _from_first(work, failed | failed[leader]) & work.live
+        return more, jnp.any(more != failed)
+
+    return lax.while_loop(lambda c: c[1], again, (failed, jnp.any(failed)))[0]
+
+
+def file(radix: RadixState, work: Work, verdict: Verdict) -> RadixState:
+    """Carry a verdict out: file what is new; free the own block of what moved, whose one lease goes to the canonical block."""
+    radix = _enter(radix, work, verdict)
+    counters, nodes = radix.read(), radix.leases.shape[0]
+    moved = verdict.moved(work)
+    woken = verdict.known & moved & (radix.leases[verdict.block] == 0) & _is_first(verdict)
+    leases = radix.leases.at[jnp.where(moved, work.own, nodes)].set(0, mode="drop")
+    radix = radix._replace(leases=leases.at[jnp.where(moved, verdict.block, nodes)].add(1, mode="drop"))
+    radix = radix.write(evictable=counters.evictable - pool.by_tenant(radix, woken, verdict.block))
+    return pool.give_back(radix, moved, work.own)
+
+
+def _is_first(verdict: Verdict) -> Bool[Array, " work"]:
+    """Whether no earlier known entry has the same block, so that two sequences meeting an idle block count it once."""
+    same = (verdict.block[:, None] == verdict.block) & verdict.known
+    return first_true(same) == jnp.arange(verdict.block.shape[0])
+
+
+def _enter(radix: RadixState, work: Work, verdict: Verdict) -> RadixState:
+    at = jnp.where(verdict.new, work.own, radix.leases.shape[0])
+    generation = radix.generation[work.own]
+    stored, num_stored = pool.log(
+        radix.stored, radix.read().num_stored, verdict.new, 0, work.own, generation, work.sequence, work.depth
+    )
+    radix = radix._replace(
+        tokens=radix.tokens.at[at].set(work.tokens, mode="drop"),
+        first=radix.first.at[at].set(keys.first_mark(work.tokens[:, 0], work.namespace), mode="drop"),
+        parent=radix.parent.at[at].set(verdict.parent, mode="drop"),
+        depth=radix.depth.at[at].set(work.depth, mode="drop"),
+        stamp=radix.stamp.at[at].set(0, mode="drop"),
+        namespace=radix.namespace.at[at].set(work.namespace, mode="drop"),
+        stored=stored,
+    )
+    return index.enter(radix.write(num_stored=num_stored), verdict.new, work.own, verdict.bucket, verdict.way, verdict.tag)
 
 
 def adopt(
-    radix: RadixState, number: int, work: Work, node: Int32[Array, " work"], own: Int32[Array, " work"]
+    radix: RadixState, number: int, work: Work, verdict: Verdict, own: Int32[Array, " work"]
 ) -> tuple[RadixState, Int32[Array, " work"]]:
-    """Give nodes the blocks that sequences hold in a side group, or sequences the blocks that nodes have already.
+    """Give nodes the blocks that entries hold in a side group, or entries the blocks that nodes have already.
 
     Args:
-        radix: The tree, with the blocks filed.
+        radix: The tree, with the verdict carried out.
         number: Which side group.
-        work: What was filed.
-        node: The canonical block of each; 0 where it could not be filed.
-        own: Block of each in that group, leased once; 0 where it was given up, or where nothing was filed.
+        work: The list.
+        verdict: Of it.
+        own: Block of each entry in that group, leased once; 0 where it was given up.
 
     Returns:
-        The tree, and the block each holds now.
+        The tree, and the block each entry holds now.
     """
-    side = radix.sides[number]
-    has = (node > 0) & (own > 0)
+    side, node, has = radix.sides[number], verdict.block, verdict.done & (own > 0)
     vacant = has & (side.node_block[node] == 0)
     node_block = side.node_block.at[jnp.where(vacant, node, side.node_block.shape[0])].set(own, mode="drop")
     kept = jnp.where(has, node_block[node], own)
@@ -240,8 +190,11 @@ def adopt(
         refcount=refcount.at[jnp.where(lost, kept, blocks)].add(1, mode="drop"),
     )
     side = count_idle(pool.give_back_side(side, lost, own))
-    radix = pool.log_all(radix, NUM_STORED, installed, 1 + number, own, side.generation[own], work.row, work.column)
-    return radix._replace(sides=(*radix.sides[:number], side, *radix.sides[number + 1 :])), kept
+    stored, num_stored = pool.log(
+        radix.stored, radix.read().num_stored, installed, 1 + number, own, side.generation[own], work.sequence, work.depth
+    )
+    sides = (*radix.sides[:number], side, *radix.sides[number + 1 :])
+    return radix._replace(sides=sides, stored=stored).write(num_stored=num_stored), kept
 
 
 def count_idle(side: Side) -> Side:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
@@ -20,31 +19,12 @@ from octavo_core.plan import OK, OUT_OF_BLOCKS
 from octavo_kvcache._src import keys, pool
 from octavo_kvcache._src.checks import check_array, check_count, check_handles, check_prompt
 from octavo_kvcache._src.evict import eviction_key, remove, smallest
-from octavo_kvcache._src.insert import Work, file, note
-from octavo_kvcache._src.loops import peek, poke, settled
+from octavo_kvcache._src.insert import Verdict, Work, file, judge, run_keys
 from octavo_kvcache._src.match import Match
-from octavo_kvcache._src.policy import EvictionPolicy, LeastRecentlyUsed, Use
-from octavo_kvcache._src.release import tick
+from octavo_kvcache._src.policy import EvictionPolicy, LeastRecentlyUsed
+from octavo_kvcache._src.release import end_leases, tick, touch
 from octavo_kvcache._src.scan import first_true
-from octavo_kvcache._src.state import (
-    CLOCK,
-    DEPTH,
-    FLOOR,
-    GENERATION,
-    HOLD,
-    LEASES,
-    LENT,
-    NUM_FREE,
-    PARENT,
-    SLOT,
-    SPACE_HIGH,
-    SPACE_LOW,
-    STAMP,
-    TAG,
-    TENANT,
-    WAYS,
-    RadixState,
-)
+from octavo_kvcache._src.state import HOLD, WAYS, RadixState
 
 STALE: Final = 2
 """Status: a handle is outside the pool, names an earlier use of its block, or is not leased as the operation needs it to be."""
@@ -81,63 +61,18 @@ def allocate(
         The tree, ids and generations (0 pads), and `OK` or `OUT_OF_BLOCKS` (nothing was taken: too few are free, or `count` > `size`).
     """
     check_count(count)
-    can = (count >= 0) & (count <= jnp.minimum(peek(radix.counters, NUM_FREE), size))
+    counters, j = radix.read(), jnp.arange(size, dtype=jnp.int32)
+    can = (count >= 0) & (count <= jnp.minimum(counters.num_free, size))
+    count = jnp.where(can, count, 0)
+    block = jnp.where(j < count, radix.free[jnp.maximum(counters.num_free - 1 - j, 0)], 0)
+    at = jnp.where(j < count, block, radix.free.shape[0])
     owner = jnp.clip(jnp.asarray(tenant, jnp.int32), 0, radix.num_tenants - 1)
-
-    def take(j: Array, carry: tuple[RadixState, Array, Array]) -> tuple[RadixState, Array, Array]:
-        radix, ids, generations = carry
-        radix, block, generation = pool.hand_out_one(radix, owner, _LEASE)
-        return radix, poke(ids, block, j), poke(generations, generation, j)
-
-    nothing = jnp.zeros(size, jnp.int32)
-    radix, ids, generations = lax.fori_loop(0, jnp.where(can, count, 0), take, (radix, nothing, nothing))
-    return radix, ids, generations, jnp.where(can, OK, OUT_OF_BLOCKS)
-
-
-class _Named(NamedTuple):
-    """What a list of names says, and the tree about them.
-
-    Attributes:
-        named: The entry is no pad.
-        block: 0 where it is none of the pool.
-        fresh: The name is of the block's present use.
-        cached: The block is indexed.
-        chained: Its parent is the block named before.
-        leases: On it.
-        tenant: Whose it is.
-    """
-
-    named: Bool[Array, " ids"]
-    block: Int32[Array, " ids"]
-    fresh: Bool[Array, " ids"]
-    cached: Bool[Array, " ids"]
-    chained: Bool[Array, " ids"]
-    leases: Int32[Array, " ids"]
-    tenant: Int32[Array, " ids"]
-
-
-def _look(radix: RadixState, block_ids: Int32[Array, " ids"], generations: Int32[Array, " ids"]) -> _Named:
-    inside, at = _inside(radix, block_ids)
-
-    def read() -> _Named:
-        of = [radix.columns[column, at] for column in (GENERATION, SLOT, PARENT, LEASES, TENANT)]
-        before = jnp.concatenate([jnp.zeros(1, jnp.int32), at[:-1]])
-        return _Named(block_ids != 0, at, inside & (of[0] == generations), of[1] >= 0, of[2] == before, of[3], of[4])
-
-    return settled(read, at[0])
-
-
-def _is_end(on_path: Bool[Array, " ids"]) -> Bool[Array, " ids"]:
-    """Which of the entries on a path is the last."""
-    return on_path & ~jnp.append(on_path[1:], False)
-
-
-def _pads_last(named: Bool[Array, " ids"]) -> Bool[Array, ""]:
-    return jnp.all(named[1:] <= named[:-1])
-
-
-def _status(fresh: Bool[Array, ""], path: Bool[Array, ""]) -> Int32[Array, ""]:
-    return jnp.where(fresh, jnp.where(path, OK, NOT_A_PATH), STALE).astype(jnp.int32)
+    radix = radix._replace(
+        leases=radix.leases.at[at].set(_LEASE, mode="drop"),
+        generation=radix.generation.at[at].add(1, mode="drop"),
+        tenant=radix.tenant.at[at].set(owner, mode="drop"),
+    ).write(num_free=counters.num_free - count, used=counters.used.at[owner].add(count))
+    return radix, block, jnp.where(block > 0, radix.generation[block], 0), jnp.where(can, OK, OUT_OF_BLOCKS)
 
 
 def lease(
@@ -149,12 +84,17 @@ def lease(
         The tree, and `OK`, `STALE` or `NOT_A_PATH`.
     """
     check_handles(block_ids, generations)
-    it = _look(radix, block_ids, generations)
-    status = _status(jnp.all((it.fresh & it.cached) | ~it.named), jnp.all(it.chained | ~it.named) & _pads_last(it.named))
-    taken = it.named & (status == OK)
-    leases = it.leases + jnp.where(_is_end(taken), _LEASE, 1)
-    columns = radix.columns.at[LEASES, jnp.where(taken, it.block, radix.num_nodes)].set(leases, mode="drop")
-    return pool.count_idle(radix._replace(columns=columns), taken & (it.leases == 0), it.tenant, -1), status
+    named = block_ids != 0
+    inside, at = _inside(radix, block_ids)
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), at[:-1]])
+    fresh = inside & (radix.generation[at] == generations) & (radix.slot[at] >= 0)
+    status = _status(jnp.all(fresh | ~named), jnp.all((radix.parent[at] == before) | ~named) & _pads_last(named))
+    taken = named & (status == OK)
+    woken = taken & (radix.leases[at] == 0)
+    by = jnp.where(_is_end(taken), _LEASE, 1)
+    leases = radix.leases.at[jnp.where(taken, at, radix.leases.shape[0])].add(by, mode="drop")
+    evictable = radix.read().evictable - pool.by_tenant(radix, woken, at)
+    return radix._replace(leases=leases).write(evictable=evictable), status
 
 
 def release(
@@ -170,50 +110,26 @@ def release(
         The tree, and `OK`, `STALE` (also where no such lease ends at the last cached block, or at a private one) or `NOT_A_PATH`.
     """
     check_handles(block_ids, generations)
-    it = _look(radix, block_ids, generations)
-    last = _is_end(it.cached)
-    fresh = it.fresh & ((it.cached & ~last) | (it.leases >= HOLD))
-    # Cached blocks follow one another from the first, so they differ; private ones come last and are looked at one by one.
-    num_cached, num_named = jnp.sum(it.cached, dtype=jnp.int32), jnp.sum(it.named, dtype=jnp.int32)
-    repeated = lax.fori_loop(
-        num_cached, num_named, lambda j, found: found | _is_repeated(block_ids, j, jnp.bool_(True)), jnp.bool_(False)
-    )
-    in_order = jnp.all(it.cached[1:] <= it.cached[:-1]) & _pads_last(it.named) & ~repeated
-    status = _status(jnp.all(fresh | ~it.named), jnp.all(it.chained | ~it.cached | ~it.named) & in_order)
-    radix = tick(radix, (num_named > 0) & (status == OK), policy)
-    radix = _end_cached(radix, it, it.cached & (status == OK), policy)
-
-    def free(j: Array, radix: RadixState) -> RadixState:
-        return pool.lease_less(radix, peek(block_ids, j), _LEASE)
-
-    return lax.fori_loop(num_cached, jnp.where(status == OK, num_named, 0), free, radix), status
+    named = block_ids != 0
+    inside, at = _inside(radix, block_ids)
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), at[:-1]])
+    indexed = radix.slot[at] >= 0
+    ends = ~indexed | _is_end(indexed)
+    held = inside & (radix.generation[at] == generations) & (~ends | (radix.leases[at] >= HOLD))
+    # Indexed blocks follow one another from the first, so they differ; private ones come last and are looked at pair by pair.
+    chained = jnp.where(indexed, radix.parent[at] == before, True) & jnp.all(indexed[1:] <= indexed[:-1])
+    private = named & inside & ~indexed
+    twice = lax.cond(jnp.any(private), lambda: jnp.any(_repeats(private, at)), lambda: jnp.bool_(False))
+    status = _status(jnp.all(held | ~named), jnp.all(chained | ~named) & _pads_last(named) & ~twice)
+    ended = named & (status == OK)
+    radix = tick(radix, jnp.any(ended), policy)
+    radix = touch(radix, ended & indexed, at, radix.tenant[at[0]], policy)
+    return end_leases(radix, ended, at, lease=jnp.where(ends, _LEASE, 1)), status
 
 
-def _end_cached(radix: RadixState, it: _Named, ended: Bool[Array, " ids"], policy: EvictionPolicy) -> RadixState:
-    """End the leases on the cached part of a path and stamp it."""
-    stamp = settled(lambda: radix.columns[STAMP, it.block], it.block[0])
-    clock, floor = peek(radix.counters, CLOCK), peek(radix.counters, FLOOR)
-    use = Use(clock, floor, it.tenant[0], jnp.any(ended & (stamp == 0)), jnp.sum(ended, dtype=jnp.int32), jnp.int32(0))
-    left = it.leases - jnp.where(_is_end(ended), _LEASE, 1)
-    at = jnp.where(ended, it.block, radix.num_nodes)
-    columns = radix.columns.at[LEASES, at].set(left, mode="drop").at[STAMP, at].set(policy.touch(stamp, use), mode="drop")
-    return pool.count_idle(radix._replace(columns=columns), ended & (left == 0), it.tenant, 1)
-
-
-def _name(
-    radix: RadixState, block_ids: Int32[Array, " ids"], generations: Int32[Array, " ids"], j: Int32[Array, ""]
-) -> tuple[Bool[Array, ""], Bool[Array, ""], Int32[Array, ""]]:
-    """Whether an entry names a block, whether the name is of that block's present use, and the block; 0 for none of the pool."""
-    block = peek(block_ids, j)
-    inside, block = _inside(radix, block)
-    return peek(block_ids, j) != 0, inside & (peek(radix.columns, GENERATION, block) == peek(generations, j)), block
-
-
-def _is_repeated(block_ids: Int32[Array, " ids"], j: Int32[Array, ""], asked: Bool[Array, ""]) -> Bool[Array, ""]:
-    """Whether an earlier entry names the same block, if that is asked."""
-    block = peek(block_ids, j)
-    end = jnp.where(asked & (block != 0), j, 0)
-    return lax.fori_loop(0, end, lambda k, found: found | (peek(block_ids, k) == block), jnp.bool_(False))
+def _is_end(on_path: Bool[Array, " ids"]) -> Bool[Array, " ids"]:
+    """Which of the entries on a path is the last."""
+    return on_path & ~jnp.append(on_path[1:], False)
 
 
 def _repeats(counted: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> Bool[Array, " ids"]:
@@ -224,22 +140,16 @@ def _repeats(counted: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> Bool[
 
 def _inside(radix: RadixState, block_ids: Int32[Array, "*ids"]) -> tuple[Bool[Array, "*ids"], Int32[Array, "*ids"]]:
     """Which ids are of the pool, and the ids with the others replaced by 0."""
-    inside = (block_ids > 0) & (block_ids < radix.num_nodes)
+    inside = (block_ids > 0) & (block_ids < radix.leases.shape[0])
     return inside, jnp.where(inside, block_ids, 0)
 
 
-class _Checked(NamedTuple):
-    """What a look at all names of an insert has found.
+def _pads_last(named: Bool[Array, " ids"]) -> Bool[Array, ""]:
+    return jnp.all(named[1:] <= named[:-1])
 
-    Attributes:
-        stale: One of them names nothing that is there, or what nobody leases by hand.
-        crooked: One is not private or stands after a pad.
-        num_named: Names.
-    """
 
-    stale: Bool[Array, ""]
-    crooked: Bool[Array, ""]
-    num_named: Int32[Array, ""]
+def _status(fresh: Bool[Array, ""], path: Bool[Array, ""]) -> Int32[Array, ""]:
+    return jnp.where(fresh, jnp.where(path, OK, NOT_A_PATH), STALE).astype(jnp.int32)
 
 
 def insert(
@@ -269,65 +179,59 @@ def insert(
     """
     check_handles(block_ids, generations)
     check_handles(prefix.block_ids, prefix.generations)
-    size, blocks = block_ids.shape[0], tokens.reshape(-1, radix.tokens.shape[1])
+    size, named = block_ids.shape[0], block_ids != 0
     check_prompt(radix, tokens, namespace)
     check_array("tokens", tokens, (size * radix.tokens.shape[1],), "int32", f"{size} blocks")
-
-    def check(j: Array, seen: _Checked) -> _Checked:
-        named, fresh, block = _name(radix, block_ids, generations, j)
-        leases = peek(radix.columns, LEASES, block)
-        private = (peek(radix.columns, SLOT, block) < 0) & (leases == _LEASE) & ~_is_repeated(block_ids, j, jnp.bool_(True))
-        return _Checked(
-            stale=seen.stale | (named & ~(fresh & (leases >= HOLD))),
-            crooked=seen.crooked | (named & (~private | (seen.num_named != j))),
-            num_named=seen.num_named + named.astype(jnp.int32),
-        )
-
-    base, held, follows = _end_of(radix, prefix, namespace)
-    seen = lax.fori_loop(0, size, check, _Checked(~held, ~follows, jnp.int32(0)))
-    status = _status(~seen.stale, ~seen.crooked)
-    count = jnp.where(status == OK, seen.num_named, 0)
-
-    j = np.arange(size, dtype=np.int32)
-    work = Work(block_ids, jnp.where(j == 0, base, -1), jnp.full(size, -1, jnp.int32), prefix.num_blocks + j, count)
-    before, spaces = jnp.broadcast_to(prefix.chain, (size, 2)), jnp.broadcast_to(namespace, (size, 2))
-    radix, chain = note(radix, work, blocks, jnp.asarray(j), before, spaces)
-    radix, filed = file(radix, work, chain, _LEASE)
-    num_filed = jnp.sum(filed > 0, dtype=jnp.int32)
-    radix = _move_end(radix, num_filed > 0, base, peek(filed, jnp.maximum(num_filed - 1, 0)))
-    answer = jnp.where(filed > 0, filed, block_ids)
-    current = jnp.where(filed > 0, radix.columns[GENERATION, filed], generations)
-    return radix, answer, current, jnp.where(num_filed < count, OUT_OF_BLOCKS, status)
-
-
-def _end_of(
-    radix: RadixState, prefix: Match, namespace: UInt32[Array, " 2"]
-) -> tuple[Int32[Array, ""], Bool[Array, ""], Bool[Array, ""]]:
-    """The last block of a prefix; whether it is leased by hand; whether it is what the tree says: indexed, of that depth and key."""
-    num, last = prefix.num_blocks, jnp.maximum(prefix.num_blocks - 1, 0)
-    inside, base = _inside(radix, jnp.where(num > 0, peek(prefix.block_ids, last), 0))
-    columns, space, slot = radix.columns, namespace.astype(jnp.int32), peek(radix.columns, SLOT, base)
-    held = inside & (peek(columns, GENERATION, base) == peek(prefix.generations, last)) & (peek(columns, LEASES, base) >= HOLD)
-    bucket, tag = keys.address(prefix.chain, radix.buckets.shape[0])
-    at = jnp.maximum(slot, 0)
-    filed = (slot >= 0) & (at // WAYS == bucket) & (peek(radix.buckets, at // WAYS, TAG, at % WAYS) == tag.astype(jnp.int32))
-    placed = (peek(columns, SPACE_LOW, base) == space[0]) & (peek(columns, SPACE_HIGH, base) == space[1])
-    whole = filed & placed & (peek(columns, DEPTH, base) == num - 1)
-    follows = jnp.where(num == 0, jnp.all(prefix.chain == keys.root_key(namespace)), whole)
-    return base, held | (num == 0), follows
+    j = jnp.arange(size, dtype=jnp.int32)
+    inside, at = _inside(radix, block_ids)
+    last = jnp.maximum(prefix.num_blocks - 1, 0)
+    base_inside, base = _inside(radix, jnp.where(prefix.num_blocks > 0, prefix.block_ids[last], 0))
+    base_fresh = base_inside & (radix.generation[base] == prefix.generations[last]) & (radix.leases[base] >= HOLD)
+    base_fresh |= prefix.num_blocks == 0
+    fresh = inside & (radix.generation[at] == generations) & (radix.leases[at] >= HOLD)
+    private = (radix.slot[at] < 0) & (radix.leases[at] == _LEASE) & ~_repeats(named, at)
+    follows = _follows(radix, prefix, base, namespace)
+    status = _status(jnp.all(fresh | ~named) & base_fresh, jnp.all(private | ~named) & _pads_last(named) & follows)
+    live, blocks = named & (status == OK), tokens.reshape(size, -1)
+    work = Work(
+        live=live,
+        first=jnp.where(live, 0, j),
+        depth=prefix.num_blocks + j,
+        base=jnp.broadcast_to(base, j.shape),
+        own=jnp.where(live, at, 0),
+        tokens=blocks,
+        namespace=jnp.broadcast_to(namespace, (size, 2)),
+        key=run_keys(jnp.where(live, 0, j), jnp.broadcast_to(prefix.chain, (size, 2)), blocks),
+        sequence=jnp.full_like(j, -1),
+    )
+    verdict = judge(radix, work)
+    radix = _move_end(file(radix, work, verdict), verdict, base)
+    block = jnp.where(verdict.done, verdict.block, block_ids)
+    generation = jnp.where(verdict.done, radix.generation[verdict.block], generations)
+    all_filed = jnp.all(verdict.done | ~live)
+    return radix, block, generation, jnp.where((status == OK) & ~all_filed, OUT_OF_BLOCKS, status)
 
 
-def _move_end(radix: RadixState, moves: Bool[Array, ""], base: Int32[Array, ""], last: Int32[Array, ""]) -> RadixState:
+def _follows(radix: RadixState, prefix: Match, base: Int32[Array, ""], namespace: UInt32[Array, " 2"]) -> Bool[Array, ""]:
+    """Whether a prefix ends where and as its last block says: indexed, of that depth, namespace and key."""
+    bucket, tag = keys.address(prefix.chain[None], radix.index_tag.shape[0])
+    filed = (radix.slot[base] // WAYS == bucket[0]) & (radix.index_tag.reshape(-1)[radix.slot[base]] == tag[0])
+    placed = (radix.slot[base] >= 0) & (radix.depth[base] == prefix.num_blocks - 1)
+    whole = placed & filed & jnp.all(radix.namespace[base] == namespace)
+    return jnp.where(prefix.num_blocks == 0, jnp.all(prefix.chain == keys.root_key(namespace)), whole)
+
+
+def _move_end(radix: RadixState, verdict: Verdict, base: Int32[Array, ""]) -> RadixState:
     """Let the leases on a prefix and on the blocks filed after it be one, which ends at the last of them."""
-    columns = radix.columns
-    for block, hold in ((base, -HOLD), (last, HOLD)):
-        columns = poke(columns, peek(columns, LEASES, block) + jnp.where(moves & (block > 0), hold, 0), LEASES, block)
-    return radix._replace(columns=columns)
+    nodes, done = radix.leases.shape[0], verdict.done
+    ends = jnp.append(jnp.where(verdict.new, verdict.block, nodes), jnp.where(jnp.any(done), base, nodes))
+    leases = radix.leases.at[jnp.where(ends > 0, ends, nodes)].add(-HOLD, mode="drop")
+    return radix._replace(leases=leases.at[jnp.where(_is_end(done), verdict.block, nodes)].add(HOLD, mode="drop"))
 
 
 def surplus(radix: RadixState, *, high: float = 0.88, low: float = 0.8) -> Int32[Array, ""]:
     """Blocks to demote or evict: none while at most `high` of the pool is in use, then as many as bring it down to `low`."""
-    total = radix.num_nodes - 1
+    total = radix.free.shape[0] - 1
     used = total - radix.read().num_free
     return jnp.where(used > int(high * total), jnp.maximum(used - int(low * total), 0), 0)
 
@@ -344,9 +248,7 @@ def lend(
     block = smallest(eviction_key(radix, policy, max_depth), count, size)
     radix = _along_paths(_count_loan(radix, block), block, 1)
     named = block > 0
-    return radix, Loan(
-        block, jnp.where(named, radix.columns[GENERATION, block], 0), jnp.where(named, radix.columns[LENT, block], 0), count
-    )
+    return radix, Loan(block, jnp.where(named, radix.generation[block], 0), jnp.where(named, radix.lent[block], 0), count)
 
 
 def settle(radix: RadixState, loan: Loan, stored: Bool[Array, " size"]) -> tuple[RadixState, Int32[Array, ""]]:
@@ -358,49 +260,44 @@ def settle(radix: RadixState, loan: Loan, stored: Bool[Array, " size"]) -> tuple
     check_handles(loan.block_ids, loan.generations)
     check_array("stored", stored, loan.block_ids.shape, "bool", "the loan")
     named, (inside, block) = loan.block_ids > 0, _inside(radix, loan.block_ids)
-    lent = (radix.columns[LENT, block] == loan.lent) & (loan.lent % 2 == 1) & ~_repeats(named, block)
-    fresh = inside & (radix.columns[GENERATION, block] == loan.generations) & lent
+    lent = (radix.lent[block] == loan.lent) & (loan.lent % 2 == 1) & ~_repeats(named, block)
+    fresh = inside & (radix.generation[block] == loan.generations) & lent
     status = jnp.where(jnp.all(fresh | ~named), OK, STALE).astype(jnp.int32)
     block = jnp.where(status == OK, block, 0)
     radix = _along_paths(_count_loan(radix, block), block, -1)
-    may_go = named & stored & (status == OK) & (radix.columns[LEASES, block] == 0)
+    may_go = named & stored & (status == OK) & (radix.leases[block] == 0)
     return remove(radix, _childless(radix, may_go, block), block), status
 
 
 def _count_loan(radix: RadixState, block: Int32[Array, " ids"]) -> RadixState:
     """Count that blocks are lent or taken back."""
-
-    def one(j: Array, columns: Array) -> Array:
-        at = peek(block, j)
-        return poke(columns, peek(columns, LENT, at) + (at > 0).astype(jnp.int32), LENT, at)
-
-    return radix._replace(columns=lax.fori_loop(0, block.shape[0], one, radix.columns))
+    at = jnp.where(block > 0, block, radix.lent.shape[0])
+    return radix._replace(lent=radix.lent.at[at].add(1, mode="drop"))
 
 
 def _along_paths(radix: RadixState, block: Int32[Array, " ids"], by: int) -> RadixState:
-    """Add leases to blocks and all they follow."""
+    """Add leases to blocks and all they follow, one hop of all paths at a time; what is idle is counted anew."""
+    nodes = radix.leases.shape[0]
 
-    def walk(j: Array, radix: RadixState) -> RadixState:
-        return lax.while_loop(lambda c: c[1] > 0, hop, (radix, peek(block, j)))[0]
+    def hop(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        leases, block = carry
+        return leases.at[jnp.where(block > 0, block, nodes)].add(by, mode="drop"), radix.parent[block]
 
-    def hop(carry: tuple[RadixState, Array]) -> tuple[RadixState, Array]:
-        radix, at = carry
-        change = pool.lease_more if by > 0 else pool.lease_less
-        parent = settled(lambda: peek(radix.columns, PARENT, at), at)
-        return change(radix, at, abs(by)), parent
-
-    return lax.fori_loop(0, block.shape[0], walk, radix)
+    leases, _ = lax.while_loop(lambda c: jnp.any(c[1] > 0), hop, (radix.leases, block))
+    radix = radix._replace(leases=leases)
+    idle = (leases == 0) & radix.is_indexed
+    return radix.write(evictable=pool.by_tenant(radix, idle, jnp.arange(nodes, dtype=jnp.int32)))
 
 
 def _childless(radix: RadixState, may_go: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> Bool[Array, " ids"]:
     """Of blocks that may go, those all of whose children go too."""
-    nodes = radix.num_nodes
+    nodes = radix.leases.shape[0]
     parent = jnp.where(radix.is_indexed, radix.parent, nodes)
     children = jnp.zeros(nodes, jnp.int32).at[parent].add(1, mode="drop")
 
     def again(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         gone, _ = carry
-        going = jnp.zeros(nodes, jnp.int32).at[jnp.where(gone, radix.columns[PARENT, block], nodes)].add(1, mode="drop")
+        going = jnp.zeros(nodes, jnp.int32).at[jnp.where(gone, radix.parent[block], nodes)].add(1, mode="drop")
         left = gone & (children[block] == going[block])
         return left, jnp.any(left != gone)
 

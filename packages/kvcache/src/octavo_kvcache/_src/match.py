@@ -11,7 +11,7 @@ from jaxtyping import Array, Int32, UInt32
 from octavo_kvcache._src import index, keys
 from octavo_kvcache._src.checks import check_array, check_prompt
 from octavo_kvcache._src.scan import first_true, some_set
-from octavo_kvcache._src.state import GENERATION, PARENT, SPACE_HIGH, SPACE_LOW, RadixState
+from octavo_kvcache._src.state import RadixState
 
 _CHILDREN: Final = 64
 """Children compared when the tail of a prompt is looked for: of those that begin with its next token."""
@@ -71,15 +71,15 @@ def match(
     position = jnp.arange(blocks.shape[0], dtype=jnp.int32)
     root = keys.root_key(namespace)
     key = keys.prefix_keys(namespace, keys.fingerprint(blocks))
-    bucket, tag = keys.address(key, radix.buckets.shape[0])
-    found = index.probe(radix, bucket, tag, blocks, namespace)
+    bucket, tag = keys.address(key, radix.index_tag.shape[0])
+    found = index.probe(radix, bucket, tag, blocks, jnp.broadcast_to(namespace, key.shape))
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), found.block[:-1]])
-    good = found.same & (radix.columns[PARENT, found.block] == before) & ((position + 1) * block_size <= length)
+    good = found.same & (radix.parent[found.block] == before) & ((position + 1) * block_size <= length)
     count = first_true(~good)
     count = _end_in_reach(radix, count, found.block, reach)
     block = jnp.where(position < count, found.block, 0)
     chain = jnp.where(count > 0, key[jnp.maximum(count - 1, 0)], root)
-    return Match(block, jnp.where(block > 0, radix.columns[GENERATION, block], 0), count, chain)
+    return Match(block, jnp.where(block > 0, radix.generation[block], 0), count, chain)
 
 
 def _end_in_reach(
@@ -115,11 +115,10 @@ def match_tail(
     wanted = jnp.pad(tokens, (0, block_size), constant_values=-1)[start + jnp.arange(block_size, dtype=jnp.int32)]
     last = found.block_ids[jnp.maximum(found.num_blocks - 1, 0)]
     last = jnp.where(found.num_blocks > 0, last, 0)
-    space = namespace.astype(jnp.int32)
     child = radix.is_indexed & (radix.parent == last) & (radix.first == keys.first_mark(wanted[0], namespace))
     candidate, count = some_set(child & (start < length), min(_CHILDREN, child.shape[0]))
     differs = (radix.tokens[candidate] != wanted) | (start + np.arange(block_size) >= length)
-    differs |= ((radix.columns[SPACE_LOW, candidate] != space[0]) | (radix.columns[SPACE_HIGH, candidate] != space[1]))[:, None]
+    differs |= jnp.any(radix.namespace[candidate] != namespace, axis=1)[:, None]
     common = jnp.minimum(first_true(differs), block_size - 1)
     common = jnp.where(jnp.arange(candidate.shape[0]) < count, common, 0)
     best = jnp.argmax(common)

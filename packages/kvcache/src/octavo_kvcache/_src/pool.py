@@ -6,117 +6,31 @@ is recognised as stale.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from octavo_kvcache._src.loops import peek, poke, settled
-from octavo_kvcache._src.scan import prefix_sum
-from octavo_kvcache._src.state import (
-    FREE,
-    GENERATION,
-    LEASES,
-    NUM_FREE,
-    NUM_REMOVED,
-    NUM_STORED,
-    SHARES,
-    SLOT,
-    STAMP,
-    STORED,
-    TENANT,
-    UNINDEXED,
-    CacheState,
-    RadixState,
-    Side,
-)
+from octavo_kvcache._src.scan import prefix_sum, rank_in
+from octavo_kvcache._src.state import UNINDEXED, CacheState, RadixState, Side
+
+_CHUNK = 64
 
 
-def tenant_of(radix: RadixState, block: Int32[Array, ""]) -> Int32[Array, ""] | int:
-    """Whose share a block counts against."""
-    return 0 if radix.num_tenants == 1 else peek(radix.columns, TENANT, block)
-
-
-def count(
-    radix: RadixState,
-    tenant: Int32[Array, ""] | int,
-    *,
-    free: Array | int = 0,
-    used: Array | int = 0,
-    evictable: Array | int = 0,
-    stored: Array | int = 0,
-    removed: Array | int = 0,
-) -> RadixState:
-    """Count more or fewer free blocks, blocks of a tenant, cached blocks of a tenant that nobody leases, and events."""
-    change, place = jnp.zeros_like(radix.counters), np.arange(radix.counters.shape[0], dtype=np.int32)
-    places = {NUM_FREE: free, NUM_STORED: stored, NUM_REMOVED: removed}
-    for at, by in places.items():
-        change += jnp.where(place == at, by, 0)
-    change += jnp.where(place == SHARES + tenant, used, 0)
-    change += jnp.where(place == SHARES + radix.num_tenants + tenant, evictable, 0)
-    return radix._replace(counters=radix.counters + change)
-
-
-def count_idle(radix: RadixState, counted: Bool[Array, " ids"], tenant: Int32[Array, " ids"], by: int) -> RadixState:
-    """Count these blocks, of these tenants, as cached and leased by nobody, or no more."""
+def by_tenant(radix: RadixState, counted: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> Int32[Array, " tenants"]:
+    """How many of the `counted` blocks belong to each tenant."""
     if radix.num_tenants == 1:
-        return count(radix, 0, evictable=by * jnp.sum(counted, dtype=jnp.int32))
-    place = jnp.where(counted, SHARES + radix.num_tenants + tenant, radix.counters.shape[0])
-    return radix._replace(counters=radix.counters.at[place].add(by, mode="drop"))
+        return jnp.sum(counted, dtype=jnp.int32)[None]
+    at = jnp.where(counted, radix.tenant[block], radix.num_tenants)
+    return jnp.zeros(radix.num_tenants, jnp.int32).at[at].add(1, mode="drop")
 
 
-def lease_more(radix: RadixState, block: Int32[Array, ""], by: Array | int) -> RadixState:
-    """Add to the leases on an indexed block, and count it as idle no more if it was."""
-    leases, tenant = settled(lambda: (peek(radix.columns, LEASES, block), tenant_of(radix, block)), block)
-    woken = ((leases == 0) & (by != 0)).astype(jnp.int32)
-    return count(radix._replace(columns=poke(radix.columns, leases + by, LEASES, block)), tenant, evictable=-woken)
-
-
-def lease_less(
-    radix: RadixState, block: Int32[Array, ""], by: Array | int, touch: Callable[[Any], Any] | None = None
-) -> RadixState:
-    """Take leases off a block; what nobody leases any more is cached if it is indexed, else free.
-
-    Args:
-        radix: The tree.
-        block: There is no other than the indexed and the private ones.
-        by: Leases.
-        touch: What becomes of its stamp.
-    """
-
-    def read() -> tuple[Any, ...]:
-        at = [peek(radix.columns, column, block) for column in (LEASES, SLOT, STAMP)]
-        return *at, tenant_of(radix, block), peek(radix.columns, FREE, peek(radix.counters, NUM_FREE))
-
-    leases, slot, stamp, tenant, top = settled(read, block)
-    ended = (leases == by) & (by != 0)
-    idle, freed = ended & (slot != UNINDEXED), ended & (slot == UNINDEXED)
-    columns = poke(radix.columns, leases - by, LEASES, block)
-    if touch is not None:
-        columns = poke(columns, touch(stamp), STAMP, block)
-    columns = poke(columns, jnp.where(freed, block, top), FREE, peek(radix.counters, NUM_FREE))
-    one = freed.astype(jnp.int32)
-    return count(radix._replace(columns=columns), tenant, free=one, used=-one, evictable=idle.astype(jnp.int32))
-
-
-def hand_out_one(
-    radix: RadixState, tenant: Int32[Array, ""] | int, leases: int
-) -> tuple[RadixState, Int32[Array, ""], Int32[Array, ""]]:
-    """Pop a block, of which there must be one. Answers its id and generation too."""
-    top = peek(radix.counters, NUM_FREE) - 1
-
-    def read() -> tuple[Array, Array]:
-        block = peek(radix.columns, FREE, top)
-        return block, peek(radix.columns, GENERATION, block) + 1
-
-    block, generation = settled(read, top)
-    columns = radix.columns
-    for column, value in ((LEASES, leases), (GENERATION, generation), (TENANT, tenant)):
-        columns = poke(columns, value, column, block)
-    return count(radix._replace(columns=columns), tenant, free=-1, used=1), block, generation
+def give_back(radix: RadixState, freed: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> RadixState:
+    """Push the `freed` blocks on the stack. They must be distinct, leased by nobody and stand in no index."""
+    counters = radix.read()
+    free, num_free = _push(radix.free, counters.num_free, freed, block)
+    return radix._replace(free=free).write(num_free=num_free, used=counters.used - by_tenant(radix, freed, block))
 
 
 def give_back_side(side: Side, freed: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> Side:
@@ -135,22 +49,28 @@ def _push(
 
 def hand_out(cache: CacheState, give: Int32[Array, " sequences"], tables: tuple[int, ...]) -> CacheState:
     """Append `give` free blocks to each sequence's `tables`. The stack must hold as many and the tables have the room."""
-    sequences, several = cache.sequences, cache.radix.num_tenants > 1
+    radix, sequences = cache
+    num_free, total = radix.read().num_free, jnp.sum(give, dtype=jnp.int32)
+    nodes, rows = radix.leases.shape[0], give.shape[0]
+    end = prefix_sum(give)
+    start = sequences.held - (end - give)
 
-    def serve(row: Array, carry: tuple[RadixState, Array]) -> tuple[RadixState, Array]:
-        held, tenant = peek(sequences.held, row), peek(sequences.tenant, row) if several else 0
+    def chunk(carry: tuple[Any, Array, Array, Array, Array]) -> tuple[Any, Array, Array, Array, Array]:
+        first, table, leases, generation, tenant = carry
+        j = first + jnp.arange(min(_CHUNK, nodes), dtype=jnp.int32)
+        live = j < total
+        row = jnp.minimum(rank_in(end, j), rows - 1)
+        block = radix.free[jnp.where(live, num_free - 1 - j, 0)]
+        at, to = jnp.where(live, block, nodes), jnp.where(live, row, rows)
+        for number in tables:
+            table = table.at[number, to, start[row] + j].set(block, mode="drop")
+        leases, generation = leases.at[at].set(1, mode="drop"), generation.at[at].add(1, mode="drop")
+        return first + j.shape[0], table, leases, generation, tenant.at[at].set(sequences.tenant[row], mode="drop")
 
-        def one(n: Array, carry: tuple[RadixState, Array]) -> tuple[RadixState, Array]:
-            radix, table = carry
-            radix, block, _ = hand_out_one(radix, tenant, 1)
-            for number in tables:
-                table = poke(table, block, number, row, held + n)
-            return radix, table
-
-        return lax.fori_loop(0, peek(give, row), one, carry)
-
-    rows = jnp.where(jnp.any(give > 0), give.shape[0], 0)
-    radix, table = lax.fori_loop(0, rows, serve, (cache.radix, sequences.block_table))
+    carry = (jnp.int32(0), sequences.block_table, radix.leases, radix.generation, radix.tenant)
+    _, table, leases, generation, tenant = lax.while_loop(lambda c: c[0] < total, chunk, carry)
+    used = radix.read().used.at[sequences.tenant].add(give) if radix.num_tenants > 1 else radix.read().used + total
+    radix = radix._replace(leases=leases, generation=generation, tenant=tenant).write(num_free=num_free - total, used=used)
     return CacheState(radix, sequences._replace(block_table=table))
 
 
@@ -170,33 +90,25 @@ def hand_out_side(
     return side, jnp.where(new, block.reshape(new.shape), table)
 
 
-def log(radix: RadixState, kind: int, *fields: Array | int) -> RadixState:
-    """Note an event of kind `NUM_STORED` or `NUM_REMOVED`, which happened if it is counted; what does not fit is counted only."""
-    at, start = jnp.minimum(peek(radix.counters, kind), radix.events.shape[0] - 1), STORED * (kind == NUM_REMOVED)
-    entry = jnp.stack([jnp.asarray(field, jnp.int32) for field in fields])
-    events = lax.dynamic_update_slice(radix.events, entry[None], (at, np.int32(start)), allow_negative_indices=False)
-    return radix._replace(events=events)
-
-
-def log_all(radix: RadixState, kind: int, happened: Bool[Array, " ids"], *fields: Array | int) -> RadixState:
-    """Append an event for each entry that `happened`: of kind `NUM_STORED` or `NUM_REMOVED`."""
-    start, num, room = STORED * (kind == NUM_REMOVED), radix.counters[kind], radix.events.shape[0] - 1
-    end = prefix_sum(happened.astype(jnp.int32))
-    at = jnp.where(happened, jnp.minimum(num + end - 1, room), room)
+def log(
+    events: Int32[Array, "max_events fields"], num_events: Int32[Array, ""], happened: Bool[Array, " ids"], *fields: Array | int
+) -> tuple[Int32[Array, "max_events fields"], Int32[Array, ""]]:
+    """Append an event for each entry that `happened`; what does not fit is counted only."""
+    count = prefix_sum(happened.astype(jnp.int32))
+    at = jnp.where(happened, num_events + count - 1, events.shape[0])
     entry = jnp.stack([jnp.broadcast_to(jnp.asarray(field, jnp.int32), happened.shape) for field in fields], axis=1)
-    events = radix.events.at[at, start : start + len(fields)].set(entry)
-    return radix._replace(events=events, counters=radix.counters.at[kind].add(end[-1]))
+    return events.at[at].set(entry, mode="drop"), num_events + count[-1]
 
 
 def handle(radix: RadixState, block_id: Int32[Array, " ids"]) -> Int32[Array, " ids"]:
     """The generation that makes `(block_id, generation)` a name for the block's present use; −1 outside the pool or for block 0."""
-    inside = (block_id > 0) & (block_id < radix.num_nodes)
-    return jnp.where(inside, radix.columns[GENERATION, jnp.where(inside, block_id, 0)], -1)
+    inside = (block_id > 0) & (block_id < radix.generation.shape[0])
+    return jnp.where(inside, radix.generation[jnp.where(inside, block_id, 0)], -1)
 
 
 def is_current(radix: RadixState, block_id: Int32[Array, " ids"], generation: Int32[Array, " ids"]) -> Bool[Array, " ids"]:
     """Whether `(block_id, generation)` still names a block in the use it was issued for: not freed, not handed out again."""
-    inside = (block_id > 0) & (block_id < radix.num_nodes)
+    inside = (block_id > 0) & (block_id < radix.generation.shape[0])
     at = jnp.where(inside, block_id, 0)
-    in_use = (radix.columns[LEASES, at] > 0) | (radix.columns[SLOT, at] != UNINDEXED)
-    return inside & in_use & (radix.columns[GENERATION, at] == generation)
+    in_use = (radix.leases[at] > 0) | (radix.slot[at] != UNINDEXED)
+    return inside & in_use & (radix.generation[at] == generation)

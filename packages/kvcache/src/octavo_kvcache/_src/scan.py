@@ -39,6 +39,16 @@ def first_true(mask: Bool[Array, "*n last"]) -> Int32[Array, "*n"]:
     return jnp.min(jnp.where(mask, np.arange(n, dtype=np.int32), np.int32(n)), axis=-1)
 
 
+def count_true(mask: Bool[Array, "*n last"]) -> Int32[Array, "*n"]:
+    """True entries along a short last axis, as an integer product."""
+    return mask.astype(jnp.int32) @ np.ones(mask.shape[-1], np.int32)
+
+
+def rank_in(end: Int32[Array, " runs"], j: Int32[Array, " items"]) -> Int32[Array, " items"]:
+    """The run each item falls in, where run `r` covers `end[r-1] <= j < end[r]`; the number of runs for items beyond the last."""
+    return jnp.sum(end <= j[:, None], axis=1, dtype=jnp.int32)
+
+
 def some_set(mask: Bool[Array, " n"], size: int) -> tuple[Int32[Array, " size"], Int32[Array, ""]]:
     """Indices of up to `size` set entries in a fixed order of their own, padded with 0, and how many are set in all.
 

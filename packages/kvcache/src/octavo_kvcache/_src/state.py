@@ -1,7 +1,7 @@
 """The cache as a value: which arrays there are, what each entry means, and the empty cache.
 
-Knows shapes and invariants; knows no operation. Arrays are few, because each costs a microsecond or more at a jit's boundary: what there
-is of every block, a number each, are rows of one array, read and replaced by name.
+Knows shapes and invariants; knows no operation. Everything about one block is the same index of several arrays, because
+XLA updates a separate array in place where it would copy a packed one.
 
 A *node* of the prefix tree is one full block of tokens in every KV group. In *whole* groups (full attention, MLA latent) a
 sequence holds every block from its first on, and node `i` owns block `i` of each. *Side* groups (sliding window, recurrent state)
@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from octavo_core.specs import CacheSpec
@@ -29,38 +28,11 @@ UNINDEXED: Final = -1
 HOLD: Final = 1 << 16
 """What a lease of no sequence adds to `leases` of the block it ends at, besides the 1 it adds to every block of its path."""
 
-COLUMNS: Final = (
-    "first",
-    "leases",
-    "lent",
-    "generation",
-    "parent",
-    "depth",
-    "slot",
-    "stamp",
-    "space_low",
-    "space_high",
-    "tenant",
-    "free",
-)
-"""What `RadixState.columns` holds of each block, in order."""
-
-FIRST, LEASES, LENT, GENERATION, PARENT, DEPTH, SLOT, STAMP, SPACE_LOW, SPACE_HIGH, TENANT, FREE = range(len(COLUMNS))
-
-NUM_FREE, CLOCK, NUM_STORED, NUM_REMOVED, FLOOR = range(5)
-"""Places in `RadixState.counters`; the shares of tenants follow."""
-
-SHARES: Final = 5
-
-TAG, BLOCK = range(2)
-"""Places in `RadixState.buckets`."""
-
-STORED: Final = 5
-"""Fields of an event of a stored block, which stand first in a row of `RadixState.events`; those of a removed one follow."""
+_SCALARS: Final = 5
 
 
 class Counters(NamedTuple):
-    """The scalars of a tree.
+    """The scalars of a tree; one array, because every donated array costs a microsecond at the jit's boundary.
 
     Attributes:
         num_free: Blocks on the free list.
@@ -109,75 +81,61 @@ class RadixState(NamedTuple):
 
     Attributes:
         tokens: Token ids of each indexed block.
-        columns: Of each block what `COLUMNS` names; a property each says what it means.
-        buckets: The index: in each bucket a tag for each way, the upper lane of a key, and the block there; block 0 where the way is empty.
-        events: Since the last drain, in each row one of a stored block (group, block id, generation, sequence, column) and one of a removed
-            block (group, block id, generation). The last row takes what does not fit.
+        first: Mark of the first of them and the namespace: looking for children reads it for every block.
+        leases: Leases on the block in the low 16 bits, and in the high ones those of no sequence that end there: pins and allocations by
+            hand. One array, because most operations change both.
+        lent: Times the block was lent and taken back: odd while it is lent.
+        generation: Times the block was handed out.
+        parent: Block before it in its prefix; 0 for the first block of a prefix.
+        depth: Blocks before it in its prefix.
+        slot: Where the index names it, `bucket * WAYS + way`, or `UNINDEXED`.
+        stamp: What the eviction policy remembers of it; never below that of a descendant.
+        namespace: Tree the block belongs to.
+        tenant: Whose share it counts against.
+        index_tag: Upper lane of the key in each slot of the index.
+        index_block: Block in each slot; 0 where the slot is empty.
+        free: A stack of free blocks; entries from `num_free` on mean nothing.
+        stored: Events since the last drain: (group, block id, generation, sequence, column).
+        removed: The same: (group, block id, generation).
         counters: `Counters`, flattened.
         sides: The side groups, in order.
     """
 
     tokens: Int32[Array, "nodes block_size"]
-    columns: Int32[Array, "columns nodes"]
-    buckets: Int32[Array, "buckets 2 ways"]
-    events: Int32[Array, "max_events_and_1 8"]
+    first: Int32[Array, " nodes"]
+    leases: Int32[Array, " nodes"]
+    lent: Int32[Array, " nodes"]
+    generation: Int32[Array, " nodes"]
+    parent: Int32[Array, " nodes"]
+    depth: Int32[Array, " nodes"]
+    slot: Int32[Array, " nodes"]
+    stamp: Int32[Array, " nodes"]
+    namespace: UInt32[Array, "nodes 2"]
+    tenant: Int32[Array, " nodes"]
+    index_tag: UInt32[Array, "buckets ways"]
+    index_block: Int32[Array, "buckets ways"]
+    free: Int32[Array, " nodes"]
+    stored: Int32[Array, "max_events 5"]
+    removed: Int32[Array, "max_events 3"]
     counters: Int32[Array, " counters"]
     sides: tuple[Side, ...]
 
     @property
-    def first(self) -> Int32[Any, " nodes"]:
-        """Mark of the first token and the namespace of each: looking for children reads it for every block."""
-        return self.columns[FIRST]
+    def num_tenants(self) -> int:
+        """Tenants with a share of their own; all are one where nobody has a quota."""
+        return (self.counters.shape[0] - _SCALARS) // 2
 
-    @property
-    def leases(self) -> Int32[Any, " nodes"]:
-        """Leases on each in the low 16 bits; in the high ones those of no sequence that end there: pins and allocations by hand."""
-        return self.columns[LEASES]
+    def read(self) -> Counters:
+        """The scalars by name."""
+        tenants = self.num_tenants
+        shares = self.counters[_SCALARS:]
+        num_free, clock, num_stored, num_removed, floor = self.counters[:_SCALARS]
+        return Counters(num_free, clock, num_stored, num_removed, floor, shares[:tenants], shares[tenants:])
 
-    @property
-    def lent(self) -> Int32[Any, " nodes"]:
-        """Times each was lent and taken back: odd while it is lent."""
-        return self.columns[LENT]
-
-    @property
-    def generation(self) -> Int32[Any, " nodes"]:
-        """Times each was handed out."""
-        return self.columns[GENERATION]
-
-    @property
-    def parent(self) -> Int32[Any, " nodes"]:
-        """Block before each in its prefix; 0 for the first block of a prefix."""
-        return self.columns[PARENT]
-
-    @property
-    def depth(self) -> Int32[Any, " nodes"]:
-        """Blocks before each in its prefix."""
-        return self.columns[DEPTH]
-
-    @property
-    def slot(self) -> Int32[Any, " nodes"]:
-        """Where the index names each, `bucket * WAYS + way`, or `UNINDEXED`."""
-        return self.columns[SLOT]
-
-    @property
-    def stamp(self) -> Int32[Any, " nodes"]:
-        """What the eviction policy remembers of each; never below that of a descendant."""
-        return self.columns[STAMP]
-
-    @property
-    def namespace(self) -> UInt32[Any, "nodes 2"]:
-        """Tree each belongs to."""
-        return self.columns[SPACE_LOW : SPACE_HIGH + 1].T.view(np.uint32)
-
-    @property
-    def tenant(self) -> Int32[Any, " nodes"]:
-        """Whose share each counts against."""
-        return self.columns[TENANT]
-
-    @property
-    def free(self) -> Int32[Any, " nodes"]:
-        """A stack of free blocks; entries from `num_free` on mean nothing."""
-        return self.columns[FREE]
+    def write(self, **new: Int32[Array, "..."]) -> RadixState:
+        """The same tree with some scalars replaced."""
+        *scalars, used, evictable = self.read()._replace(**new)
+        return self._replace(counters=jnp.concatenate([jnp.stack(scalars), used, evictable]))
 
     @property
     def refcount(self) -> Int32[Any, " nodes"]:
@@ -193,45 +151,6 @@ class RadixState(NamedTuple):
     def is_indexed(self) -> Bool[Any, " nodes"]:
         """Blocks a prefix leads to."""
         return self.slot != UNINDEXED
-
-    @property
-    def index_tag(self) -> UInt32[Any, "buckets ways"]:
-        """Tag in each slot of the index."""
-        return self.buckets[:, TAG].view(np.uint32)
-
-    @property
-    def index_block(self) -> Int32[Any, "buckets ways"]:
-        """Block in each slot of the index; 0 where it is empty."""
-        return self.buckets[:, BLOCK]
-
-    @property
-    def num_nodes(self) -> int:
-        """Blocks, the reserved one included."""
-        return self.columns.shape[1]
-
-    @property
-    def num_tenants(self) -> int:
-        """Tenants with a share of their own; all are one where nobody has a quota."""
-        return (self.counters.shape[0] - SHARES) // 2
-
-    def read(self) -> Counters:
-        """The scalars by name."""
-        tenants = self.num_tenants
-        shares = self.counters[SHARES:]
-        num_free, clock, num_stored, num_removed, floor = self.counters[:SHARES]
-        return Counters(num_free, clock, num_stored, num_removed, floor, shares[:tenants], shares[tenants:])
-
-    def write(self, **new: Int32[Array, "..."]) -> RadixState:
-        """The same tree with some scalars replaced."""
-        *scalars, used, evictable = self.read()._replace(**new)
-        return self._replace(counters=jnp.concatenate([jnp.stack(scalars), used, evictable]))
-
-    def put(self, **new: Any) -> RadixState:
-        """The same tree with whole columns replaced, by the names of `COLUMNS`."""
-        columns = self.columns
-        for name, column in new.items():
-            columns = columns.at[COLUMNS.index(name)].set(column)
-        return self._replace(columns=columns)
 
 
 class Sequences(NamedTuple):
@@ -317,15 +236,27 @@ def empty_radix(spec: CacheSpec, *, max_events: int = 1024, num_tenants: int = 1
         max_events: Events of each kind kept between two drains.
         num_tenants: Tenants whose blocks are counted apart.
     """
-    nodes, layout = num_nodes(spec), layout_of(spec)
-    columns = jnp.zeros((len(COLUMNS), nodes), jnp.int32).at[SLOT].set(UNINDEXED)
+    nodes, buckets = num_nodes(spec), num_buckets(spec)
+    zeros = [jnp.zeros(nodes, jnp.int32) for _ in range(7)]
     return RadixState(
         tokens=jnp.zeros((nodes, spec.block_size), jnp.int32),
-        columns=columns.at[FREE].set(jnp.arange(nodes, dtype=jnp.int32)[::-1]),
-        buckets=jnp.zeros((num_buckets(spec), 2, WAYS), jnp.int32),
-        events=jnp.zeros((max_events + 1, STORED + 3), jnp.int32),
-        counters=jnp.zeros(SHARES + 2 * num_tenants, jnp.int32).at[NUM_FREE].set(nodes - 1),
-        sides=tuple(_empty_side(spec.num_blocks[table - layout.offset], nodes) for table in layout.side),
+        first=zeros[0],
+        leases=zeros[1],
+        lent=zeros[6],
+        generation=zeros[2],
+        parent=zeros[3],
+        depth=zeros[4],
+        slot=jnp.full(nodes, UNINDEXED, jnp.int32),
+        stamp=zeros[5],
+        namespace=jnp.zeros((nodes, 2), jnp.uint32),
+        tenant=jnp.zeros(nodes, jnp.int32),
+        index_tag=jnp.zeros((buckets, WAYS), jnp.uint32),
+        index_block=jnp.zeros((buckets, WAYS), jnp.int32),
+        free=jnp.arange(nodes, dtype=jnp.int32)[::-1],
+        stored=jnp.zeros((max_events, 5), jnp.int32),
+        removed=jnp.zeros((max_events, 3), jnp.int32),
+        counters=jnp.zeros(_SCALARS + 2 * num_tenants, jnp.int32).at[0].set(nodes - 1),
+        sides=tuple(_empty_side(spec.num_blocks[table - layout_of(spec).offset], nodes) for table in layout_of(spec).side),
     )
 
 
