@@ -1,5 +1,6 @@
 """The books a scheduler keeps and the plan laid out from them keep what every plan promises."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -53,8 +54,18 @@ def table():
 
 def lay_out(books, length, samples):
     copies = np.full((1, 6, 2), -1, np.int32)
-    length = np.array([*length, 0, 0, 0], np.int32)
-    return layout.lay_out(books, length, samples, table(), copies, EVENTS, block_size=4, max_rows=4, max_tokens=16)
+    length = jnp.array([*length, 0, 0, 0], jnp.int32)
+    return layout.lay_out(
+        books,
+        length,
+        jnp.asarray(samples),
+        jnp.asarray(table()),
+        jnp.asarray(copies),
+        EVENTS,
+        block_size=4,
+        max_rows=4,
+        max_tokens=16,
+    )
 
 
 def test_newcomers_wait_with_what_they_brought(books):
@@ -73,7 +84,7 @@ def test_results_add_ids_and_free_those_that_ended(books):
 
 
 def test_a_plan_has_rows_of_one_token_first_and_each_token_in_its_slot(books):
-    length = np.array([5, 1, 4, 0, 0, 0], np.int32)
+    length = jnp.array([5, 1, 4, 0, 0, 0], jnp.int32)
     after, samples = layout.advance(books, length)
     assert samples.tolist() == [True, True, False, False, False, False]
     assert after.total.tolist()[:3] == [6, 2, 9]
@@ -89,7 +100,7 @@ def test_a_plan_has_rows_of_one_token_first_and_each_token_in_its_slot(books):
 
 
 def test_an_id_that_is_not_known_yet_is_the_devices(books):
-    computed, samples = layout.advance(books, np.array([5, 0, 0, 0, 0, 0], np.int32))
+    computed, samples = layout.advance(books, jnp.array([5, 0, 0, 0, 0, 0], jnp.int32))
     plan = lay_out(computed, [1, 0, 0], samples)
     check_plan(plan, SPEC)
     assert plan.token_ids.tolist()[0] == -1

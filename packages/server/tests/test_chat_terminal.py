@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import pty
 import select
 import signal
 import sys
@@ -17,6 +16,7 @@ import pytest
 import uvicorn
 
 from octavo_core.errors import ConfigError
+from octavo_core.testing.terminal import start_in_terminal
 from octavo_server import ServerConfig, cli
 from octavo_server._src import chat_client, chat_command
 from octavo_server._src.chat_client import ChatClientError, api_base, parse_setting
@@ -31,10 +31,8 @@ class Terminal:
     """`octavo chat` with these words, in a terminal."""
 
     def __init__(self, *words: str, **variables: str) -> None:
-        self.pid, self._end = pty.fork()
-        if self.pid == 0:
-            program = [sys.executable, "-m", "octavo_server.cli", "chat", *words]
-            os.execvpe(program[0], program, os.environ | {"TERM": "dumb", "PYTHONWARNINGS": "ignore", **variables})
+        program = [sys.executable, "-m", "octavo_server.cli", "chat", *words]
+        self.pid, self._end = start_in_terminal(*program, PYTHONWARNINGS="ignore", **variables)
         self.told = ""
 
     def type(self, text: str) -> None:

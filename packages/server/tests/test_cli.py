@@ -13,7 +13,7 @@ import uvicorn
 from octavo_core.errors import ConfigError
 from octavo_core.wire import ModelCard
 from octavo_server import __version__, cli
-from octavo_server._src import chat_command
+from octavo_server._src import chat_client
 from octavo_server._src.config import ServerConfig
 from octavo_server._src.sockets import bind, url_of
 from octavo_server._src.texts import load_frontend
@@ -70,10 +70,10 @@ def test_an_error_is_one_line_and_a_traceback_only_for_debugging(capsys, monkeyp
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert err.startswith("octavo: cannot talk to http://127.0.0.1:9")
-    with pytest.raises(chat_command.ChatClientError):
+    with pytest.raises(chat_client.ChatClientError):
         cli.main(["chat", "--debug", "--url", "http://127.0.0.1:9", "hi"])
     monkeypatch.setenv("OCTAVO_DEBUG", "1")
-    with pytest.raises(chat_command.ChatClientError):
+    with pytest.raises(chat_client.ChatClientError):
         cli.main(["chat", "--url", "http://127.0.0.1:9", "hi"])
 
 
@@ -110,9 +110,6 @@ def test_a_refusal_is_told_and_the_conversation_goes_on(served, capsys, monkeypa
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(served) -> None:
-    import argparse
-
-    options = argparse.Namespace(model=None, system=None, max_tokens=None, temperature=0.0)
     shown = []
 
     def show(piece: str) -> None:
@@ -120,8 +117,8 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(served) -> None:
         if len("".join(shown)) > 5 and " …" not in shown:
             raise KeyboardInterrupt
 
-    with httpx.Client(base_url=served) as client:
-        chat = chat_command.Conversation(client, options)
+    with httpx.Client(base_url=f"{served}/v1/") as client:
+        chat = chat_client.Conversation(client, {"temperature": 0.0})
         said = chat.ask("hello", show)
     assert said
     assert "the quick brown fox".startswith(said)

@@ -1,7 +1,6 @@
 """Completion scripts, tried in the shells they are for."""
 
 import os
-import pty
 import select
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo_core.testing.terminal import start_in_terminal
 from octavo_server import cli
 from octavo_server._src import completion_command
 
@@ -67,9 +67,7 @@ def test_zsh_completes_in_a_terminal(scripts: Path, tmp_path: Path) -> None:
     if shutil.which("zsh") is None:
         pytest.skip("zsh is not installed")
     (tmp_path / "_octavo").write_text((scripts / "zsh").read_text())
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execvpe("zsh", ["zsh", "-f", "-i"], os.environ | {"TERM": "dumb", "PS1": "> "})
+    pid, terminal = start_in_terminal("zsh", "-f", "-i", PS1="> ")
     try:
         os.write(
             terminal, f"fpath=({tmp_path} $fpath); autoload -U compinit; compinit -u -d {tmp_path}/dump; echo re''ady\n".encode()
