@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from octavo_core.specs import CacheSpec
 from octavo_core.testing.device import Stream
 from octavo_core.testing.scheduler import HostLoop, check_served
+from octavo_engine._src import planner as planner_module
 from octavo_engine._src.packing import Packing
 from octavo_engine._src.planner import Planner
 from octavo_kvcache import RadixCache, audit
@@ -97,6 +98,55 @@ def test_an_abort_anywhere_frees_everything_within_its_step_and_every_stream_get
     streams = [Stream(**s) for s in data.draw(workloads())]
     loop = HostLoop(Audited(planner), SPEC, streams, lag=data.draw(st.integers(0, 2)), max_arrivals=3)
     for _ in loop.run(sum(s.limit_len * (s.limit_len + 3) + 8 for s in streams)):
+        pass
+    check_served(loop)
+
+
+class Beside(Audited):
+    """Two planners, of which each plan and each state must be equal."""
+
+    def __init__(self, planner: Planner, plain: Planner) -> None:
+        super().__init__(planner)
+        self.plain = plain
+
+    def arrive(self, arrivals):
+        super().arrive(arrivals)
+        self.plain.arrive(arrivals)
+
+    def step(self, result):
+        plan = super().step(result)
+        for ours, plain in zip(jax.tree.leaves(plan), jax.tree.leaves(self.plain.step(result)), strict=True):
+            np.testing.assert_array_equal(ours, plain)
+        for ours, plain in zip(jax.tree.leaves(self.planner.state), jax.tree.leaves(self.plain.state), strict=True):
+            np.testing.assert_array_equal(ours, plain)
+        return plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fcfs", "fair"])
+def test_xla_computes_in_place_what_it_computes_with_copies(name, monkeypatch):
+    """Which arrays are copied is decided by an option that few programs use: what is served is compared with what it is without it."""
+    cache = RadixCache(SPEC)
+    plain = Planner(ChunkedScheduler(CONFIGS[name], cache), cache, max_arrivals=3, max_rows=CONFIGS[name].max_num_seqs)
+    monkeypatch.setattr(planner_module, "_OPTIONS", {})
+    plain.compile()
+    planner = planner_of(name)
+    planner.reset()
+    rng = np.random.default_rng(5)
+    prompts = [(*range(int(rng.integers(0, 9))), *rng.integers(0, 97, int(rng.integers(1, 20))).tolist()) for _ in range(24)]
+    streams = [
+        Stream(
+            prompt=prompt,
+            limit_len=len(prompt) + int(rng.integers(1, 32 - len(prompt))),
+            arrives_at=int(rng.integers(0, 60)),
+            aborts_at=None if i % 5 else 40,
+            tenant=i % 2,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    streams.sort(key=lambda stream: stream.arrives_at)
+    loop = HostLoop(Beside(planner, plain), SPEC, streams, lag=1, max_arrivals=3)
+    for _ in loop.run(4000):
         pass
     check_served(loop)
 
