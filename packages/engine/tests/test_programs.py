@@ -103,15 +103,26 @@ def test_a_damaged_file_is_a_miss_and_is_replaced(tmp_path, kind, damage):
     assert dict(compiled(tmp_path)[1]) == {"found": 1}
 
 
-def test_a_program_that_jax_read_back_is_not_kept(tmp_path):
-    """Written again it would lack code, and fail when it runs."""
+def test_a_program_in_jax_s_own_cache_is_kept_whole(tmp_path):
+    """JAX reads it back without all of its code: written again it would fail when it runs."""
     use_jax_cache(tmp_path / "jax")
     compiled(None)
     jax.clear_caches()
-    program, counts = compiled(tmp_path / "kept")
-    assert dict(counts) == {"compiled": 1}
-    check(program)
-    assert not files(tmp_path / "kept", "program")
+    for counts in ({"compiled": 1}, {"found": 1}):
+        program, got = compiled(tmp_path / "kept")
+        assert dict(got) == counts
+        check(program)
+    assert jax.config.jax_enable_compilation_cache
+
+
+def test_what_jax_tells_makes_no_difference(tmp_path):
+    before = environment()
+    level = jax.config.jax_logging_level
+    jax.config.update("jax_logging_level", "ERROR")
+    try:
+        assert environment() == before
+    finally:
+        jax.config.update("jax_logging_level", level)
 
 
 def test_a_folder_that_cannot_be_written_or_is_none_is_no_fault(tmp_path):

@@ -10,6 +10,7 @@ that an edit does not change are compiled once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
@@ -24,13 +25,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import jax
 import jaxlib.version
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from octavo_engine._src import host
 from octavo_engine.config import EngineConfig
@@ -40,7 +42,15 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAGIC: Final = b"octavo program 1\n"
-_HIT: Final = "/jax/compilation_cache/cache_hits"
+_TELLS: Final = (
+    "jax_log",
+    "jax_debug_log",
+    "jax_explain",
+    "jax_traceback",
+    "jax_compilation_cache",
+    "jax_enable_compilation_cache",
+)
+"""Settings of JAX that change what it tells and keeps, not what it compiles."""
 _UNUSED_S: Final = 30 * 24 * 3600
 _MOST_BYTES: Final = 1 << 30
 """In a larger folder, what was not used for so many seconds is removed."""
@@ -107,11 +117,10 @@ class Programs:
         home = self._path("program", name, runs_on, _described(args), str(lowered.out_info), lowered.as_text()).name
         program = self._load(home, device)
         if program is None:
-            with self._one_compiles, _Hits() as hits:
+            with self._one_compiles, _without_jax_cache():
                 self.counts["compiled"] += 1
                 program = lowered.compile(compiler_options=options)
-            # A CPU program that JAX read back does not hold all of its code when it is written again (JAX 0.10.2).
-            if hits.count or not _write(self.folder / home, lambda: serialize_executable.serialize(program)):
+            if not _write(self.folder / home, lambda: serialize_executable.serialize(program)):
                 return program
         else:
             self.counts["known"] += 1
@@ -150,22 +159,18 @@ class Programs:
         return self.folder / f"{kind}-{hashlib.sha256(repr((parts, facts)).encode()).hexdigest()[:40]}"
 
 
-class _Hits:
-    """Counts programs that JAX finds in its own cache in this thread."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._thread = threading.get_ident()
-
-    def __enter__(self) -> _Hits:
-        jax.monitoring.register_event_listener(self._hear)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_listener(self._hear)
-
-    def _hear(self, event: str, **_: object) -> None:
-        self.count += event == _HIT and threading.get_ident() == self._thread
+@contextlib.contextmanager
+def _without_jax_cache() -> Iterator[None]:
+    """A CPU program that JAX read back from its own cache does not hold all of its code when it is written again (JAX 0.10.2), so what
+    is kept here is compiled here."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def kept_programs(config: EngineConfig, checkpoint: Path, *facts: object) -> Programs:
@@ -212,7 +217,7 @@ def environment() -> tuple[object, ...]:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         _cpu(),
         sorted(set_outside.items()),
-        sorted((name, repr(value)) for name, value in jax.config.values.items()),
+        sorted((name, repr(value)) for name, value in jax.config.values.items() if not name.startswith(_TELLS)),
         _digest(".so", ".dylib", ".pyd"),
     )
     return compiler, _digest(".py")
