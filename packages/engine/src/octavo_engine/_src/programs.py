@@ -163,7 +163,7 @@ class Programs:
 def _without_jax_cache() -> Iterator[None]:
     """A CPU program that JAX read back from its own cache does not hold all of its code when it is written again (JAX 0.10.2), so what
     is kept here is compiled here."""
-    before = jax.config.jax_enable_compilation_cache
+    before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:
