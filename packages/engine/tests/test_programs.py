@@ -115,6 +115,14 @@ def test_a_program_in_jax_s_own_cache_is_kept_whole(tmp_path):
     assert jax.config.jax_enable_compilation_cache
 
 
+def test_threads_are_a_fact_and_an_api_key_is_none(monkeypatch):
+    before = environment()
+    monkeypatch.setenv("OCTAVO_API_KEY", "secret")
+    assert environment() == before
+    monkeypatch.setenv("OCTAVO_CPU_THREADS", "1")
+    assert environment() != before
+
+
 def test_what_jax_tells_makes_no_difference(tmp_path):
     before = environment()
     level = jax.config.jax_logging_level

@@ -42,6 +42,7 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAGIC: Final = b"octavo program 1\n"
+_VARIABLES: Final = ("JAX_", "XLA_", "OCTAVO_", "LIBTPU_", "TF_", "OMP_")
 _TELLS: Final = (
     "jax_log",
     "jax_debug_log",
@@ -208,7 +209,8 @@ def environment() -> tuple[object, ...]:
 
     Each is one of the facts of `Programs`, in this order.
     """
-    set_outside = {k: v for k, v in os.environ.items() if k.startswith(("JAX_", "XLA_", "OCTAVO_", "LIBTPU_", "TF_", "OMP_"))}
+    names = [name for name in os.environ if name.startswith(_VARIABLES) and name != "OCTAVO_API_KEY"]  # a secret, and no fact
+    set_outside = {name: os.environ[name] for name in names}
     versions = jax.__version__, jaxlib.version.__version__, sys.version, platform.machine()
     devices = [(d.platform, d.device_kind, d.id) for d in jax.devices()]
     compiler = (

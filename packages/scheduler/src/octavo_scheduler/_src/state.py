@@ -129,7 +129,7 @@ def take_result(
     lives = state.status != FREE
     accepted = jnp.where(lives & (state.in_flight > 0), result.accepted, 0)
     offsets = jnp.arange(result.token_ids.shape[1], dtype=jnp.int32)
-    # Positions that take no token point past the end, where the scatter drops them.
+    # Positions that take no token point past the end, where `store` puts nothing.
     positions = jnp.where(offsets < accepted[:, None], state.known_len[:, None] + offsets, state.tokens.shape[1])
     done = result.finished & lives
     state = state._replace(
