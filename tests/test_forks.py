@@ -11,6 +11,7 @@ import pytest
 from octavo_core.errors import ConfigError
 from octavo_core.specs import CacheSpec
 from octavo_core.testing import attention
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.testing.scheduler import check_scheduler
 from octavo_core.testing.small_cache import SmallCache
 from octavo_core.wire import SamplingParams
@@ -60,7 +61,7 @@ def fork(tmp_path_factory):
 
 
 def run(*command):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     if done.returncode and "hatchling" in done.stderr and "offline" in done.stderr.lower():
         pytest.skip("hatchling is not in uv's cache and the registry is not asked")
     assert done.returncode == 0, done.stderr

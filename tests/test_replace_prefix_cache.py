@@ -10,6 +10,7 @@ import pytest
 from octavo_core.errors import ConfigError
 from octavo_core.specs import CacheSpec
 from octavo_core.testing.cache import check_prefix_cache
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.testing.small_cache import SmallCache
 from octavo_core.wire import SamplingParams
 from octavo_engine import LLM
@@ -101,7 +102,7 @@ def test_a_cache_that_conforms_is_taken():
 @pytest.mark.slow
 def test_the_command_line_refuses_a_wrong_name_in_one_line():
     words = ["-m", "octavo_server.cli", "generate", "hello", "--prefix-cache", "nowhere:Cache", "--model", str(CHECKPOINT)]
-    ran = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=120)
+    ran = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert ran.returncode == 1
     assert ran.stdout == ""
     assert re.fullmatch(r"octavo: --prefix-cache .*nowhere.*\n", ran.stderr)

@@ -11,6 +11,7 @@ import time
 import httpx
 import pytest
 
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_models.checkpoints import packaged_checkpoint
 
 pytestmark = [
@@ -36,19 +37,19 @@ def server(tmp_path_factory):
     ]
     with open(log, "w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=os.environ)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PATIENCE_S
     while not (ready := re.search(r"ready on (http://\S+)", log.read_text())):
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
     yield ready.group(1)
     process.terminate()
-    assert process.wait(30) == 0, log.read_text()
+    assert process.wait(PATIENCE_S) == 0, log.read_text()
 
 
 @pytest.fixture
 def client(server):
-    with httpx.Client(base_url=server, headers={"Authorization": f"Bearer {KEY}"}, timeout=120) as client:
+    with httpx.Client(base_url=server, headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -69,7 +70,7 @@ def test_the_acceptance_script_passes(server, shared):
         KEY,
     ]
     done = subprocess.run(
-        [*command, *(x for g in GROUPS for x in ("--only", f"{g}.*"))], capture_output=True, text=True, timeout=900
+        [*command, *(x for g in GROUPS for x in ("--only", f"{g}.*"))], capture_output=True, text=True, timeout=2 * PATIENCE_S
     )
     assert done.returncode == 0, done.stdout[-4000:]
 
@@ -102,7 +103,7 @@ def test_a_bias_beyond_the_vocabulary_fails_alone_while_another_stream_runs(clie
     thread.start()
     for key in ("99999999", "-1", "abc"):
         assert complete(client, "x", logit_bias={key: 5}).status_code == 400
-    thread.join(60)
+    thread.join(PATIENCE_S)
     assert finished[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in finished[-2].replace(" ", "")
 
@@ -150,7 +151,7 @@ def test_dropped_requests_stop_and_give_their_blocks_back(server, client, stream
     start = time.monotonic()
     assert complete(client, "Hello", max_tokens=2).status_code == 200
     assert time.monotonic() - start < 15
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while any(gauges(client).values()):
         assert time.monotonic() < deadline, gauges(client)
         time.sleep(0.2)
@@ -180,7 +181,7 @@ def test_nothing_was_compiled_while_serving(client):
 )
 def test_what_cannot_be_served_ends_with_one_line(arguments, message):
     command = [sys.executable, "-m", "octavo_server.cli", "serve", "--port", "0", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr + done.stdout

@@ -6,6 +6,8 @@ from typing import Any
 import msgspec
 import zmq
 
+from octavo_core.testing.patience import PATIENCE_S
+
 
 class Event(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
     pass
@@ -73,7 +75,7 @@ class Follower:
     def close(self):
         self.context.destroy(linger=0)
 
-    def receive(self, timeout_s=5.0):
+    def receive(self, timeout_s=PATIENCE_S):
         """(topic, number, payload), or None."""
         if not self.sub.poll(int(timeout_s * 1000)):
             return None
@@ -118,7 +120,7 @@ class Follower:
         self.dealer.send_multipart((b"", start.to_bytes(8, "big")))
         answers = []
         while True:
-            assert self.dealer.poll(5000), "no answer to a replay"
+            assert self.dealer.poll(int(PATIENCE_S * 1000)), "no answer to a replay"
             empty, number, payload = self.dealer.recv_multipart()
             assert empty == b""
             if int.from_bytes(number, "big", signed=True) == -1:

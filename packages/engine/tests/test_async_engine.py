@@ -6,6 +6,7 @@ import pytest
 
 from octavo_core.errors import EngineDeadError
 from octavo_core.testing.engine import ENGINE_CHECKS
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.wire import EngineRequest, SamplingParams
 from octavo_engine import AsyncEngine, EngineConfig
 
@@ -40,7 +41,7 @@ def request(name, **fields):
 
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda c: c.__name__)
 def test_the_seam_is_kept(engine, check):
-    asyncio.run(asyncio.wait_for(check(engine, [5, 6, 7, 8]), 120))
+    asyncio.run(asyncio.wait_for(check(engine, [5, 6, 7, 8]), PATIENCE_S))
 
 
 def test_many_streams_at_once_each_get_their_own_tokens(engine):
@@ -66,13 +67,10 @@ def test_cancelling_the_reader_aborts(engine):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        for _ in range(100):
-            if engine.stats().num_running == 0 and engine.stats().kv_usage == 0:
-                return True
+        while engine.stats().num_running or engine.stats().kv_usage:
             await asyncio.sleep(0.05)
-        return False
 
-    assert asyncio.run(cancel())
+    asyncio.run(asyncio.wait_for(cancel(), PATIENCE_S))
 
 
 def test_a_failing_step_ends_every_stream_with_an_error_and_refuses_new_ones(config, monkeypatch):
@@ -85,7 +83,7 @@ def test_a_failing_step_ends_every_stream_with_an_error_and_refuses_new_ones(con
         with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
             [output async for output in stream]
 
-    asyncio.run(asyncio.wait_for(fail(), 30))
+    asyncio.run(asyncio.wait_for(fail(), PATIENCE_S))
     stats = engine.stats()
     assert not stats.is_ready
     assert "step loop ended" in stats.error
@@ -104,4 +102,4 @@ def test_closing_ends_running_streams_with_an_error(config):
         with pytest.raises(EngineDeadError, match="shutting down"):
             [o async for o in stream]
 
-    asyncio.run(asyncio.wait_for(close(), 60))
+    asyncio.run(asyncio.wait_for(close(), PATIENCE_S))

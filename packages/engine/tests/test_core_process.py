@@ -15,6 +15,7 @@ import pytest
 
 from octavo_core.errors import CheckpointError, EngineDeadError, OverloadedError, RequestError
 from octavo_core.records import StepRecord, read_log
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.testing.step_core import CRASH, EXIT, MEMORY, NUM_TOKENS, STUCK
 from octavo_core.wire import EngineRequest, FinishReason, SamplingParams
 from octavo_engine.config import EngineConfig
@@ -43,14 +44,14 @@ def run(body, tmp_path, *, ipc="auto", engine=None, **process):
             finally:
                 await remote.aclose()
 
-    return asyncio.run(asyncio.wait_for(go(), 240))
+    return asyncio.run(asyncio.wait_for(go(), PATIENCE_S))
 
 
 async def tokens(engine, one):
     return [token for output in [o async for o in engine.generate(one)] for token in output.token_ids]
 
 
-async def until(condition, timeout_s=10.0):
+async def until(condition, timeout_s=PATIENCE_S):
     """Wait for so long, not counting pauses of this whole process."""
     left_s, last_s = timeout_s, time.monotonic()
     while not condition():
@@ -142,7 +143,7 @@ async def _fails(engine, supervisor, harm, pattern):
     with pytest.raises(EngineDeadError):
         engine.submit([request("late")])
     await until(lambda: not psutil.pid_exists(old))
-    await asyncio.wait_for(engine.ready(), 20)
+    await asyncio.wait_for(engine.ready(), PATIENCE_S)
     assert supervisor.core_pid != old
     assert await tokens(engine, request("after", 1, 3)) == [2, 3, 4]
 
@@ -193,7 +194,7 @@ def test_a_core_that_dies_again_and_again_is_started_after_longer_and_longer_pau
             await until(lambda gone=old: supervisor.core_pid not in (gone, None))
             pauses.append(time.monotonic() - start)
             await until(lambda: not engine.stats().is_ready)
-            await asyncio.wait_for(engine.ready(), 20)
+            await asyncio.wait_for(engine.ready(), PATIENCE_S)
         assert pauses[2] > 2 * pauses[0]
 
     run(body, tmp_path)
@@ -223,7 +224,7 @@ def test_a_step_may_take_as_long_as_the_watchdog_allows_and_no_stream_ends(tmp_p
         assert await tokens(engine, request("slow", 1, 1)) == [2]
         assert supervisor.core_pid == old
 
-    run(body, tmp_path, engine={"seed": 8000}, watchdog_timeout=60.0)
+    run(body, tmp_path, engine={"seed": 8000}, watchdog_timeout=PATIENCE_S)
 
 
 def test_a_core_that_cannot_start_says_why_and_nothing_is_tried_again(tmp_path) -> None:
@@ -231,12 +232,12 @@ def test_a_core_that_cannot_start_says_why_and_nothing_is_tried_again(tmp_path) 
         Supervisor(EngineConfig(model="broken"), core=TOY) as supervisor,
         pytest.raises(CheckpointError, match="the checkpoint is damaged"),
     ):
-        supervisor.wait_ready(20)
+        supervisor.wait_ready(600)
     with (
         Supervisor(EngineConfig(), core="no_such_module:build") as supervisor,
         pytest.raises(EngineDeadError, match="no_such_module"),
     ):
-        supervisor.wait_ready(20)
+        supervisor.wait_ready(600)
 
 
 def test_a_frontend_that_dies_gives_its_sequences_back_and_others_go_on(tmp_path) -> None:
@@ -251,7 +252,7 @@ def test_a_frontend_that_dies_gives_its_sequences_back_and_others_go_on(tmp_path
             streams = engine.submit([EngineRequest(request_id=f"x{i}", prompt_ids=[i], sampling=sampling) for i in range(5)])
             await anext(streams[0])
             print("running", flush=True)
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         asyncio.run(main())
     """)
 
@@ -276,10 +277,8 @@ def test_a_frontend_that_takes_nothing_never_holds_up_the_others(tmp_path, monke
         stopped.submit([request(f"x{i}") for i in range(50)])
         stopped._task.cancel()
         asyncio.get_running_loop().remove_reader(stopped._attachment.bell.fileno())
-        start = time.monotonic()
         assert len(await tokens(engine, request("mine", 1, 1000))) == 1000
-        assert time.monotonic() - start < 20
-        await until(lambda: engine.stats().num_running == 0, 20)
+        await until(lambda: engine.stats().num_running == 0)
         await stopped.aclose()
 
     run(body, tmp_path)
@@ -292,7 +291,7 @@ def test_lost_outputs_end_the_streams_of_that_frontend_and_it_attaches_anew(tmp_
         engine._attachment.incoming._sequence += 1
         with pytest.raises(EngineDeadError, match="outputs of the engine core were lost"):
             [o async for o in stream]
-        await asyncio.wait_for(engine.ready(), 10)
+        await asyncio.wait_for(engine.ready(), PATIENCE_S)
         assert await tokens(engine, request("after", 1, 3)) == [2, 3, 4]
         await until(lambda: engine.stats().num_running == 0)
 
@@ -317,13 +316,13 @@ def test_a_core_ends_with_its_supervisor(tmp_path) -> None:
         from octavo_engine.config import EngineConfig
         from octavo_engine.process import Supervisor
         supervisor = Supervisor(EngineConfig(), core="octavo_core.testing.step_core:build").start()
-        supervisor.wait_ready(20)
+        supervisor.wait_ready(600)
         print(supervisor.core_pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     pid = int(done.stdout)
-    end = time.monotonic() + 5
+    end = time.monotonic() + PATIENCE_S
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end
         time.sleep(0.02)

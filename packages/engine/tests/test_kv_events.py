@@ -13,6 +13,7 @@ from octavo_core.errors import ConfigError
 from octavo_core.keys import block_keys
 from octavo_core.plan import CacheEvents
 from octavo_core.specs import KVGroupSpec
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.wire import EngineRequest, SamplingParams
 from octavo_engine import EngineConfig
 from octavo_engine._src.kv_events import KVEvents
@@ -166,7 +167,7 @@ def test_the_last_batches_are_replayed_from_any_number_on(open_events):
 def test_a_replay_request_that_is_none_is_answered_with_the_end(open_events, request_frames):
     _, follower = open_events()
     follower.dealer.send_multipart(request_frames)
-    assert follower.dealer.poll(5000)
+    assert follower.dealer.poll(int(PATIENCE_S * 1000))
     assert follower.dealer.recv_multipart() == [b"", b"\xff" * 8, b""]
     assert follower.replay(0) == []
 
@@ -280,7 +281,7 @@ def test_an_endpoint_without_a_wildcard_is_connected_to(open_events):
         events, _ = open_events(endpoint=f"tcp://127.0.0.1:{port}")
         assert not sub.poll(300)  # a socket subscribes while it waits
         events.take(step([(0, 1, 1, 0, 0)]), [sequence([1, 2, 3, 4])])
-        assert sub.poll(5000)
+        assert sub.poll(int(PATIENCE_S * 1000))
         assert events.told[1] == f"--kv-events-config: connected, replay on {events.replay_endpoint}"
     finally:
         context.destroy(linger=0)

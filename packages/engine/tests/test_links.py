@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo_core.errors import ConfigError, FrameError
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.wire import FrameKind
 from octavo_engine._src.process import transport
 from octavo_engine._src.process.bell import Bell, Ringer
@@ -34,7 +35,7 @@ def ends(request, tmp_path):
     made.close()
 
 
-def wait_for(what, timeout_s=10.0):
+def wait_for(what, timeout_s=PATIENCE_S):
     deadline = time.monotonic() + timeout_s
     while not (found := what()):
         assert time.monotonic() < deadline, "timed out"
@@ -79,7 +80,7 @@ def test_a_lapped_reader_gets_everything_in_order_once_it_reads_again(ends) -> N
         outgoing.post(FrameKind.ABORT, text)
     assert outgoing.backlog_bytes > 0
     got = []
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while len(got) < len(texts):
         assert time.monotonic() < deadline
         got += [payload for _, payload in incoming.messages()]
@@ -153,7 +154,7 @@ def test_a_bell_wakes_a_sleeper_and_tells_when_it_is_gone(tmp_path) -> None:
     bell.silence()
     assert not select.select([bell], [], [], 0)[0]
     threading.Timer(0.05, ringer.ring).start()
-    assert select.select([bell], [], [], 5)[0]
+    assert select.select([bell], [], [], PATIENCE_S)[0]
     bell.close()
     assert not ringer.ring()
     ringer.close()

@@ -10,6 +10,7 @@ import pytest
 
 from octavo_core.errors import ConfigError
 from octavo_core.keys import namespace_of, tier_root
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.wire import EngineRequest, SamplingParams
 from octavo_engine._src.kv_offload_config import parse
 from octavo_engine._src.offload import Offload
@@ -53,7 +54,7 @@ class Served:
     def idle(self):
         while self.core.has_work:
             self.core.turn()
-        self.core.offload.store.wait_idle(20.0)
+        self.core.offload.store.wait_idle(PATIENCE_S)
 
     def ask(self, *prompts, tenant="", abort=()):
         """Tokens and cached tokens of each prompt, all at once."""
@@ -63,7 +64,7 @@ class Served:
         tokens, cached = {n: [] for n in names}, dict.fromkeys(names, 0)
         for name in (names[i] for i in abort):
             self.core.abort(name)
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_S
         while self.core.has_work:
             assert time.monotonic() < end, "the engine ends what it was asked"
             for out in self.core.turn():
@@ -103,7 +104,7 @@ def check_books(served):
     served.idle()
     for _ in range(3):
         served.core.turn()
-    served.core.offload.store.wait_idle(20.0)
+    served.core.offload.store.wait_idle(PATIENCE_S)
     cache = served.core.planner.state[1]
     assert audit(cache, served.core.planner.spec) == []
     assert served.core.offload.store.host.num_leased == 0
@@ -217,7 +218,7 @@ def test_a_reused_prefix_is_kept_at_once_and_the_rest_when_nothing_runs(served, 
     served.ask(texts[0])
     stored = offload.stats()[0].stored
     served.core.turn()
-    offload.store.wait_idle(20.0)
+    offload.store.wait_idle(PATIENCE_S)
     assert offload.stats()[0].stored >= max(stored, 6)
     check_books(served)
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from octavo_core.testing.engine import ENGINE_CHECKS
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.wire import EngineRequest, SamplingParams
 from octavo_engine.config import EngineConfig
 from octavo_engine.process import ProcessConfig, RemoteEngine, Supervisor
@@ -26,9 +27,11 @@ def config(checkpoint):
 
 @pytest.fixture(scope="module", params=["iceoryx2", "sockets"])
 def supervisor(request, config, tmp_path_factory):
-    process = ProcessConfig(ipc=request.param, flight_recorder_dir=str(tmp_path_factory.mktemp("flight")), watchdog_timeout=30.0)
+    process = ProcessConfig(
+        ipc=request.param, flight_recorder_dir=str(tmp_path_factory.mktemp("flight")), watchdog_timeout=PATIENCE_S
+    )
     with Supervisor(config, process) as made:
-        made.wait_ready(300)
+        made.wait_ready(PATIENCE_S)
         yield made
 
 
@@ -41,7 +44,7 @@ def over(supervisor, body):
         finally:
             await engine.aclose()
 
-    return asyncio.run(asyncio.wait_for(go(), 300))
+    return asyncio.run(asyncio.wait_for(go(), PATIENCE_S))
 
 
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda c: c.__name__)

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_kernels import aot
 
 
@@ -32,7 +33,7 @@ def kernels(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("aot") / "kernels.json"
     head_dim, block_size = map(str, request.param)
     command = [sys.executable, "-m", "octavo_kernels.aot", "--head-dim", head_dim, "--block-size", block_size, "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert path.exists(), done.stderr[-3000:]
     return {kernel["name"]: kernel for kernel in json.loads(path.read_text())}
 

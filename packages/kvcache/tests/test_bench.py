@@ -10,13 +10,14 @@ import pytest
 
 import octavo_kvcache as kv
 from octavo_core.specs import CacheSpec
+from octavo_core.testing.patience import PATIENCE_S
 
 
 @pytest.mark.slow
 def test_the_bench_writes_every_figure_under_its_name(tmp_path):
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", "octavo_kvcache.bench", "--quick", "--json", str(figures)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     values = {row["name"]: row["value"] for row in json.loads(figures.read_text())}
     wanted = {"match_32768", "match_2048", "insert_64", "evict_1024", "lease_release", "bytes_per_block"}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from octavo_core.errors import CheckpointError, UnsupportedModelError
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_models.checkpoints import DEFAULT_MODEL, open_checkpoint, resolve
 
 
@@ -102,7 +103,7 @@ def run_resolve(endpoint, cache):
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "no_proxy": "127.0.0.1",
     }
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr
 

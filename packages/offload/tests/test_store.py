@@ -6,6 +6,7 @@ import time
 import numpy as np
 
 from octavo_core.testing import tiers as suite
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_offload import Chooser, Meter
 
 SLOW_TO_COMPUTE_S = 10.0
@@ -17,7 +18,7 @@ def keys(numbers):
 
 def save(store, numbers, pieces_of):
     store.save(keys(numbers), pieces_of(numbers))
-    assert store.wait_idle(10.0)
+    assert store.wait_idle(PATIENCE_S)
 
 
 def fetched(store, numbers, pieces_of, recompute_s=SLOW_TO_COMPUTE_S):
@@ -25,7 +26,7 @@ def fetched(store, numbers, pieces_of, recompute_s=SLOW_TO_COMPUTE_S):
     fetch = store.fetch(keys(numbers), recompute_s)
     if fetch is None:
         return 0
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE_S
     while not fetch.is_done:
         fetch.wait(0.01)
         assert time.monotonic() < end
@@ -37,7 +38,7 @@ def fetched(store, numbers, pieces_of, recompute_s=SLOW_TO_COMPUTE_S):
 
 
 def is_idle(store):
-    store.wait_idle(10.0)
+    store.wait_idle(PATIENCE_S)
     return store.host.num_leased == 0 and store._pending == 0
 
 
@@ -72,7 +73,7 @@ def test_padding_rows_are_not_saved(make_store, pieces_of):
     store = make_store()
     store.save(keys([1, 2]), pieces_of([1, 2, 0, 0]))
     assert fetched(store, [1, 2], pieces_of) in (0, 2)
-    store.wait_idle(10.0)
+    store.wait_idle(PATIENCE_S)
     assert store.host.capacity().num_blocks == 2
 
 
@@ -84,14 +85,14 @@ def test_arrays_are_waited_for_in_another_thread(make_store, pieces_of):
             self.value = value
 
         def __array__(self, dtype=None, copy=None):
-            assert ready.wait(10)
+            assert ready.wait(PATIENCE_S)
             return self.value
 
     told = []
     store.save(keys([1]), [Pending(p) for p in pieces_of([1])], told.append)
     assert fetched(store, [1], pieces_of) == 0
     ready.set()
-    store.wait_idle(10.0)
+    store.wait_idle(PATIENCE_S)
     assert told == [[True]]
     assert fetched(store, [1], pieces_of) == 1
 
@@ -100,7 +101,7 @@ def test_what_was_fetched_does_not_change_when_its_slot_is_used_again(make_store
     store = make_store(2)
     save(store, [1, 2], pieces_of)
     fetch = store.fetch(keys([1, 2]), SLOW_TO_COMPUTE_S)
-    assert fetch.wait(10.0)
+    assert fetch.wait(PATIENCE_S)
     pieces = fetch.take()
     save(store, [3, 4], pieces_of)
     assert store.host.capacity().num_blocks == 2
@@ -179,7 +180,7 @@ def test_more_batches_than_may_wait_are_dropped_and_said_to_be(make_store, piece
 
     class Pending:
         def __array__(self, dtype=None, copy=None):
-            assert ready.wait(10)
+            assert ready.wait(PATIENCE_S)
             return pieces_of([1])[0]
 
     for _ in range(80):
@@ -187,5 +188,5 @@ def test_more_batches_than_may_wait_are_dropped_and_said_to_be(make_store, piece
     assert store.is_busy
     assert told == [[False]] * 64
     ready.set()
-    store.wait_idle(10.0)
+    store.wait_idle(PATIENCE_S)
     assert len(told) == 80

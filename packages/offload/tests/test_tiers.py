@@ -4,6 +4,7 @@ import threading
 import time
 
 from octavo_core.testing import tiers as suite
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.tiers import Answer
 
 HIT, MISS = Answer.HIT_VERIFIED, Answer.MISS
@@ -90,12 +91,12 @@ def test_a_block_that_is_being_written_is_missed_until_it_is_whole(make_host):
     def fill(view):
         view[:100] = suite.block_of(1)[:100]
         begun.set()
-        assert go.wait(10)
+        assert go.wait(PATIENCE_S)
         view[:] = suite.block_of(1)
 
     writer = threading.Thread(target=tier.write, args=(suite.key_of(1), slot, fill))
     writer.start()
-    assert begun.wait(10)
+    assert begun.wait(PATIENCE_S)
     assert suite.get(tier, [1]) == (MISS,)
     assert tier.find([suite.key_of(1)]) == 0
     go.set()

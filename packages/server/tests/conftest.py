@@ -24,6 +24,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from octavo_core.testing.engine import ToyEngine
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.wire import ModelCard
 from octavo_models.text import ChatTemplate, SpecialTokens, Tokenizer
 from octavo_server import ServerConfig, create_app
@@ -31,6 +32,10 @@ from octavo_server._src.http_server import HttpServer
 from octavo_server._src.sockets import bind, url_of
 from octavo_server._src.state import ServerState
 from octavo_server._src.text import Text
+
+# A client waits by default as long as a test does.
+for _part in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, PATIENCE_S)
 
 CORE = "octavo_core.testing.step_core:build"
 TEMPLATE = (
@@ -84,7 +89,7 @@ class Api:
     def request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         async def go() -> httpx.Response:
             transport = httpx.ASGITransport(self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 return await client.request(method, path, **kwargs)
 
         return asyncio.run(go())
@@ -180,17 +185,17 @@ class Served:
     def core(self):
         return next(iter(self.children("octavo-engine-core")), None)
 
-    def complete(self, timeout=60, **fields):
-        return httpx.post(self.url + "/v1/completions", json={"prompt": [7], "max_tokens": 4, **fields}, timeout=timeout)
+    def complete(self, **fields):
+        return httpx.post(self.url + "/v1/completions", json={"prompt": [7], "max_tokens": 4, **fields})
 
     def status(self, path):
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(self.url + path, timeout=5).status_code
+            return httpx.get(self.url + path).status_code
 
     def gauge(self, name="num_requests_running"):
         return float(re.search(rf"octavo:{name}\{{[^}}]*\}} (\S+)", httpx.get(self.url + "/metrics").text)[1])
 
-    def stop(self, timeout=30):
+    def stop(self, timeout=PATIENCE_S):
         self.process.terminate()
         return self.process.wait(timeout)
 
@@ -220,7 +225,7 @@ def start(checkpoint, tmp_path):
             assert process.poll() is None, log.read_text()
             return re.search(r"ready on (https?://\S+)", log.read_text())
 
-        return Served(process, _wait_for(ready, 60)[1], log)
+        return Served(process, _wait_for(ready)[1], log)
 
     yield run
     for process in made:
@@ -229,7 +234,7 @@ def start(checkpoint, tmp_path):
         process.wait()
 
 
-def _wait_for(condition, timeout_s=15.0):
+def _wait_for(condition, timeout_s=PATIENCE_S):
     """Wait for so long, not counting pauses of this whole process."""
     left_s, last_s = timeout_s, time.monotonic()
     while not (found := condition()):
@@ -276,7 +281,7 @@ class Running:
         self._sockets = []
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run(config)))
         self._thread.start()
-        assert self._up.wait(10)
+        assert self._up.wait(PATIENCE_S)
 
     async def _run(self, config):
         self.loop = asyncio.get_running_loop()
@@ -294,7 +299,7 @@ class Running:
         for sock in self._sockets:
             sock.close()
         self.loop.call_soon_threadsafe(self.server.stop)
-        self._thread.join(20)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
     def connect(self):
@@ -303,7 +308,7 @@ class Running:
         return sock
 
     def idle(self):
-        end = time.monotonic() + 10
+        end = time.monotonic() + PATIENCE_S
         while self.state.answering or self.engine.stats().num_running:
             assert time.monotonic() < end, "a request was not freed"
             time.sleep(0.01)

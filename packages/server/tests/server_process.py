@@ -6,6 +6,7 @@ import time
 
 from octavo_core.errors import CheckpointError
 from octavo_core.testing.engine import ToyEngine
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.wire import ModelCard
 from octavo_models.text import load_text
 from octavo_server import ServerConfig, serve
@@ -21,7 +22,7 @@ def main() -> None:
             raise CheckpointError("the checkpoint is damaged")
         return (ToyEngine(card, delay_s=settings.get("delay_s", 0.005)), *load_text(root))
 
-    config = ServerConfig(host="127.0.0.1", port=port, shutdown_timeout=settings.get("shutdown_timeout", 10.0))
+    config = ServerConfig(host="127.0.0.1", port=port, shutdown_timeout=settings.get("shutdown_timeout", PATIENCE_S))
     serve(config, load, announce=lambda url, engine: print("ready", url, flush=True))
     print("stopped", "jax" in sys.modules, flush=True)
 

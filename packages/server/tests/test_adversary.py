@@ -12,11 +12,13 @@ import time
 import httpx
 import pytest
 
+from octavo_core.testing.patience import PATIENCE_S
+
 BODY = json.dumps({"prompt": "the fox", "max_tokens": 4}).encode()
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
 
 
-def answer_to(running, data, timeout_s=10.0):
+def answer_to(running, data, timeout_s=PATIENCE_S):
     """All that comes back for some bytes, until the server closes or goes silent."""
     with contextlib.closing(socket.create_connection(("127.0.0.1", running.port))) as sock:
         sock.settimeout(timeout_s)
@@ -39,7 +41,7 @@ def test_a_head_without_end_is_431_long_before_its_time_is_over(run, line) -> No
     answer = answer_to(running, b"GET /health HTTP/1.1\r\n" + line * (2**20 // len(line)))
     assert answer == b"" or answer.startswith(b"HTTP/1.1 431"), "reset while it was still sending, or told"
     with contextlib.closing(running.connect()) as sock:
-        sock.settimeout(5)
+        sock.settimeout(PATIENCE_S)
         sock.sendall(b"GET /health HTTP/1.1\r\n")
         sent = 0
         with contextlib.suppress(OSError):
@@ -123,7 +125,7 @@ def test_half_open_connections_do_not_stay_and_others_are_served(run) -> None:
         sock.sendall(halves[i % len(halves)])
     serves(running)
     for sock in socks:
-        sock.settimeout(5)
+        sock.settimeout(PATIENCE_S)
         with contextlib.suppress(ConnectionError):
             while sock.recv(65536):
                 pass
@@ -133,22 +135,22 @@ def test_half_open_connections_do_not_stay_and_others_are_served(run) -> None:
 def test_a_body_that_trickles_after_its_answer_holds_nothing_for_long(run) -> None:
     running = run(header_timeout=0.5)
     with contextlib.closing(running.connect()) as sock:
-        sock.settimeout(5)
+        sock.settimeout(PATIENCE_S)
         sock.sendall(b"POST /health HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n")
         assert sock.recv(65536).startswith(b"HTTP/1.1 405")
         began = time.monotonic()
         with contextlib.suppress(OSError):
-            while time.monotonic() - began < 4:
+            while time.monotonic() - began < 40:
                 sock.sendall(b"x")
                 time.sleep(0.02)
-        assert time.monotonic() - began < 3.5
+        assert time.monotonic() - began < 15
 
 
 def test_hundreds_of_requests_in_one_packet_are_answered_in_order_and_nobody_waits(run) -> None:
     running = run()
     count = 600
     with contextlib.closing(running.connect()) as sock:
-        sock.settimeout(30)
+        sock.settimeout(PATIENCE_S)
         sender = threading.Thread(target=sock.sendall, args=(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n" * count,))
         sender.start()
         serves(running)
@@ -169,11 +171,11 @@ def test_a_client_that_reads_a_byte_now_and_then_is_cut_off(run) -> None:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         began = time.monotonic()
         with contextlib.suppress(OSError):
-            while sock.recv(1) and time.monotonic() - began < 20:
+            while sock.recv(1) and time.monotonic() - began < 40:
                 if running.state.answering == 0 and time.monotonic() - began > 1:
                     break
                 time.sleep(0.02)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40
     running.idle()
 
 
@@ -182,7 +184,7 @@ def test_all_bodies_together_have_a_bound(run, monkeypatch) -> None:
     sock = [running.connect() for _ in range(20)]
     for one in sock:
         one.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n" + b" " * 900_000)
-    end = time.monotonic() + 5
+    end = time.monotonic() + PATIENCE_S
     while running.state.bodies.held_bytes < 15 * 2**20 - 900_000 and time.monotonic() < end:
         time.sleep(0.01)
     assert 14 * 900_000 < running.state.bodies.held_bytes <= 16 * 2**20
@@ -192,14 +194,14 @@ def test_all_bodies_together_have_a_bound(run, monkeypatch) -> None:
     assert httpx.get(running.url + "/health").status_code == 200
     for one in sock:
         one.close()
-    end = time.monotonic() + 5
+    end = time.monotonic() + PATIENCE_S
     while running.state.bodies.held_bytes:
         assert time.monotonic() < end, "bodies of clients that have gone are held"
         time.sleep(0.01)
     serves(running)
 
 
-def test_few_files_are_no_reason_to_stop_answering(run) -> None:
+def test_few_files_are_no_reason_to_stop_answering(run, wait_for) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
     try:
@@ -207,11 +209,10 @@ def test_few_files_are_no_reason_to_stop_answering(run) -> None:
         most = running.server._server.config.http_protocol_class.bounds.connections
         assert most == (400 - 96) // 2
         held = [running.connect() for _ in range(most)]
-        time.sleep(0.2)
         assert httpx.get(running.url + "/health").status_code == 503
         for sock in held:
             sock.close()
-        time.sleep(0.2)
+        wait_for(lambda: httpx.get(running.url + "/health").status_code == 200)
         serves(running)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -222,7 +223,7 @@ def test_hundreds_of_tiny_requests_leave_nothing_behind(run) -> None:
 
     async def load():
         limits = httpx.Limits(max_connections=20)
-        async with httpx.AsyncClient(limits=limits, timeout=60) as client:
+        async with httpx.AsyncClient(limits=limits) as client:
             for _ in range(4):
                 answers = await asyncio.gather(*(client.get(running.url + "/version") for _ in range(100)))
                 assert {answer.status_code for answer in answers} == {200}

@@ -16,6 +16,7 @@ import pytest
 import uvicorn
 
 from octavo_core.errors import ConfigError
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.testing.terminal import start_in_terminal
 from octavo_server import ServerConfig, cli
 from octavo_server._src import chat_client, chat_command
@@ -44,7 +45,7 @@ class Terminal:
         self.told = ""
         self.type(text + "\r")
 
-    def wait_for(self, wanted: str, timeout_s: float = 90.0, *, at_end: bool = False) -> str:
+    def wait_for(self, wanted: str, timeout_s: float = PATIENCE_S, *, at_end: bool = False) -> str:
         end = time.monotonic() + timeout_s
         while not (self.told.endswith(wanted) if at_end else wanted in self.told):
             assert time.monotonic() < end, self.told
@@ -55,7 +56,7 @@ class Terminal:
                     assert wanted in self.told, self.told
         return self.told
 
-    def exit_status(self, timeout_s: float = 90.0) -> int:
+    def exit_status(self, timeout_s: float = PATIENCE_S) -> int:
         """Read what is left until it ends; killed where it does not."""
         end = time.monotonic() + timeout_s
         while (ended := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
@@ -133,7 +134,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(serve_toy) -> None:
     terminal.type("\x03")
     terminal.wait_for(" …\n> ")
     assert SENTENCE * 2 not in terminal.told
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE_S
     while api.engine.stats().num_running:
         assert time.monotonic() < end, "the server goes on computing"
         time.sleep(0.05)
@@ -191,7 +192,7 @@ def test_an_embedded_engine_is_started_and_ended(checkpoint: Path) -> None:
             assert chat_client.Conversation(client, {"max_tokens": 4}).ask("hello", lambda piece: None) is not None
         children = psutil.Process().children(recursive=True)
         assert children
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
     assert not alive
 
 

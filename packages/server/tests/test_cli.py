@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 
 from octavo_core.errors import ConfigError
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.wire import ModelCard
 from octavo_server import __version__, cli
 from octavo_server._src import chat_client
@@ -181,7 +182,7 @@ def test_serve_runs_a_forks_engine_by_dotted_name_and_needs_no_jax(checkpoint: P
         assert line, told
         told += line
     process.terminate()
-    rest, _ = process.communicate(timeout=60)
+    rest, _ = process.communicate(timeout=PATIENCE_S)
     assert "served as" in told
     assert rest.strip().endswith("False 0")
 

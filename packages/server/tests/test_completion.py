@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.testing.terminal import start_in_terminal
 from octavo_server import cli
 from octavo_server._src import completion_command
@@ -80,7 +81,7 @@ def test_zsh_completes_in_a_terminal(scripts: Path, tmp_path: Path) -> None:
         os.waitpid(pid, 0)
 
 
-def read_until(terminal: int, wanted: str, timeout_s: float = 30.0) -> None:
+def read_until(terminal: int, wanted: str, timeout_s: float = PATIENCE_S) -> None:
     told, end = "", time.monotonic() + timeout_s
     while wanted not in told:
         assert time.monotonic() < end, told

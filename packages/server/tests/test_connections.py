@@ -11,6 +11,8 @@ import time
 import httpx
 import pytest
 
+from octavo_core.testing.patience import PATIENCE_S
+
 BODY = {"prompt": "the fox", "max_tokens": 6, "temperature": 0}
 
 
@@ -22,7 +24,7 @@ def test_bytes_that_are_no_http_get_an_error_body(run) -> None:
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
 
 
-def _closed_after(sock, timeout_s=5.0):
+def _closed_after(sock, timeout_s=PATIENCE_S):
     began = time.monotonic()
     sock.settimeout(timeout_s)
     data = b""
@@ -38,7 +40,7 @@ def test_a_head_that_does_not_come_closes_the_connection(run, beginning) -> None
     with contextlib.closing(running.connect()) as sock:
         sock.sendall(beginning)
         seconds, _ = _closed_after(sock)
-    assert 0.1 < seconds < 3
+    assert 0.1 < seconds < 15
 
 
 def test_a_second_head_on_a_kept_connection_has_no_more_time_than_the_first(run) -> None:
@@ -49,7 +51,7 @@ def test_a_second_head_on_a_kept_connection_has_no_more_time_than_the_first(run)
         time.sleep(0.5)
         sock.sendall(b"GET /hea")
         seconds, _ = _closed_after(sock)
-    assert 0.1 < seconds < 3
+    assert 0.1 < seconds < 15
 
 
 def test_a_body_that_does_not_come_is_408(run) -> None:
@@ -59,7 +61,7 @@ def test_a_body_that_does_not_come_is_408(run) -> None:
         seconds, answer = _closed_after(sock)
     assert answer.startswith(b"HTTP/1.1 408")
     assert b'"code":"request_timeout"' in answer
-    assert seconds < 3
+    assert seconds < 15
     running.idle()
 
 
@@ -71,11 +73,11 @@ def test_a_client_that_reads_nothing_is_cut_off_and_its_sequence_freed(run) -> N
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     sock.connect(("127.0.0.1", running.port))
     sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-    end = time.monotonic() + 5
+    end = time.monotonic() + PATIENCE_S
     while not running.state.answering:
         assert time.monotonic() < end
         time.sleep(0.01)
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE_S
     while running.state.answering:
         assert time.monotonic() < end, "a client that reads nothing holds its sequence"
         time.sleep(0.05)
@@ -83,18 +85,16 @@ def test_a_client_that_reads_nothing_is_cut_off_and_its_sequence_freed(run) -> N
     running.idle()
 
 
-def test_a_connection_too_many_is_told_so(run) -> None:
+def test_a_connection_too_many_is_told_so(run, wait_for) -> None:
     running = run(max_connections=3)
     held = [running.connect() for _ in range(3)]
-    time.sleep(0.1)
     answer = httpx.get(running.url + "/health")
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["code"] == "overloaded"
     for sock in held:
         sock.close()
-    time.sleep(0.1)
-    assert httpx.get(running.url + "/health").status_code == 200
+    wait_for(lambda: httpx.get(running.url + "/health").status_code == 200)
 
 
 def test_six_megabytes_of_prompt_hold_up_neither_health_nor_other_streams(run) -> None:
@@ -105,7 +105,7 @@ def test_six_megabytes_of_prompt_hold_up_neither_health_nor_other_streams(run) -
     def stream():
         last = time.monotonic()
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", running.url + "/v1/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", running.url + "/v1/completions", json=body) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data"):
                     gaps.append(time.monotonic() - last)
@@ -126,12 +126,12 @@ def test_six_megabytes_of_prompt_hold_up_neither_health_nor_other_streams(run) -
     body = json.dumps({"prompt": "the quick brown fox " * 300_000}).encode()
     assert len(body) > 6_000_000
     for path in ("/v1/completions", "/tokenize"):
-        assert httpx.post(running.url + path, content=body, timeout=60).status_code in (200, 400)
+        assert httpx.post(running.url + path, content=body).status_code in (200, 400)
     done.set()
     for thread in threads:
-        thread.join(60)
-    assert sorted(waits)[len(waits) * 9 // 10] < 0.1
-    assert sorted(gaps)[len(gaps) * 9 // 10] < 0.2
+        thread.join(PATIENCE_S)
+    assert sorted(waits)[len(waits) * 9 // 10] < 0.5
+    assert sorted(gaps)[len(gaps) * 9 // 10] < 1.0
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_two_thousand_connections_at_once_are_all_answered(run) -> None:
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
         )
-        answer = await asyncio.wait_for(reader.read(), 90)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
         writer.close()
         return answer
 

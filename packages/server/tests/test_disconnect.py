@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_server import ServerConfig
 
 BODY = {"prompt": ["the fox", "the dog"], "n": 2, "max_tokens": 400, "ignore_eos": True}
@@ -37,7 +38,7 @@ class Client:
         self.sent.append(message)
 
 
-async def until(condition, timeout_s: float = 5.0) -> None:
+async def until(condition, timeout_s: float = PATIENCE_S) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
@@ -65,13 +66,13 @@ def test_A12_A13_a_dropped_request_is_freed_running_or_queued(slow, stream: bool
             await until(lambda: any(client.sent for client in clients))
         for client in clients:
             client.gone.set()
-        await asyncio.wait_for(asyncio.gather(*(client.task for client in clients)), 5)
+        await asyncio.wait_for(asyncio.gather(*(client.task for client in clients)), PATIENCE_S)
         assert busy(api) == 0
         tokens = api.engine.stats().generation_tokens
         await asyncio.sleep(0.05)
         assert api.engine.stats().generation_tokens == tokens
         last = Client(api.app, {"prompt": "x", "max_tokens": 2})
-        await asyncio.wait_for(last.task, 5)
+        await asyncio.wait_for(last.task, PATIENCE_S)
         assert last.sent[0]["status"] == 200
 
     asyncio.run(scenario())
@@ -89,7 +90,7 @@ def test_a_plain_answer_that_nobody_waits_for_is_not_sent(slow) -> None:
         client = Client(api.app, BODY)
         await until(lambda: busy(api) == 4)
         client.gone.set()
-        await asyncio.wait_for(client.task, 5)
+        await asyncio.wait_for(client.task, PATIENCE_S)
         assert client.sent == []
 
     asyncio.run(scenario())
@@ -102,7 +103,7 @@ def test_a_client_gone_before_its_body_is_complete_is_forgotten(slow) -> None:
         client = Client(api.app, BODY)
         client._first = []
         client.gone.set()
-        await asyncio.wait_for(client.task, 5)
+        await asyncio.wait_for(client.task, PATIENCE_S)
         assert client.sent == []
 
     asyncio.run(scenario())
@@ -121,10 +122,10 @@ def test_a_slow_reader_holds_back_its_own_stream_only(slow) -> None:
             await asyncio.sleep(0.1)
         assert held < 300
         other = Client(api.app, {"prompt": "x", "max_tokens": 3, "ignore_eos": True})
-        await asyncio.wait_for(other.task, 5)
+        await asyncio.wait_for(other.task, PATIENCE_S)
         assert api.engine.stats().generation_tokens == held + 3
         client.blocks = False
-        await asyncio.wait_for(client.task, 20)
+        await asyncio.wait_for(client.task, PATIENCE_S)
         assert client.sent[-1]["body"] == b"data: [DONE]\n\n"
 
     asyncio.run(scenario())

@@ -10,6 +10,7 @@ import httpx
 import psutil
 import pytest
 
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_server._src.sockets import url_of
 
 LONG = {"prompt": [7], "max_tokens": 4000, "ignore_eos": True}
@@ -32,9 +33,9 @@ def test_running_requests_finish_after_sigterm_and_new_ones_are_sent_elsewhere(s
     late = served.complete()
     assert (late.status_code, late.json()["error"]["code"]) == (503, "shutting_down")
     assert late.headers["connection"] == "close"
-    assert served.process.wait(30) == 0
+    assert served.process.wait(PATIENCE_S) == 0
     for index, (thread, answer) in enumerate(zip(threads, answers, strict=True)):
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert answer.status_code == 200
         assert answer.text.endswith("[DONE]\n\n") if index % 2 == 0 else answer.json()["usage"]["completion_tokens"] == 400
 
@@ -45,21 +46,21 @@ def test_what_outlives_the_shutdown_timeout_is_told_so_and_a_second_signal_ends_
     wait_for(lambda: served.gauge() == 2)
     assert served.stop() == 0
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE_S)
     assert [answer.status_code for answer in answers] == [200, 503]
     assert all('"code":"aborted"' in answer.text for answer in answers)
 
-    served = start("--shutdown-timeout=60", step_ms=5)
+    served = start("--shutdown-timeout=600", step_ms=5)
     threads, _ = in_threads(1, lambda i: _or_error(lambda: served.complete(**LONG)))
     wait_for(lambda: served.gauge() == 1)
     children = [child.pid for child in psutil.Process(served.process.pid).children()]
     served.process.terminate()
     time.sleep(0.3)
     began = time.monotonic()
-    assert served.stop(10) == 0
-    assert time.monotonic() - began < 5
+    assert served.stop() == 0
+    assert time.monotonic() - began < 300
     assert not any(psutil.pid_exists(pid) for pid in children)
-    threads[0].join(10)
+    threads[0].join(PATIENCE_S)
 
 
 class Proxy:
@@ -108,15 +109,13 @@ class Proxy:
 
 @pytest.mark.slow
 def test_a_rolling_restart_under_load_drops_no_request(start) -> None:
-    replicas = [start("--shutdown-timeout=30") for _ in range(2)]
+    replicas = [start("--shutdown-timeout=600") for _ in range(2)]
     proxy, done, failures, count = Proxy([one.port for one in replicas]), threading.Event(), [], [0]
 
     def load(index):
         while not done.is_set():
             stream = index % 2 == 0
-            answer = httpx.post(
-                proxy.url + "/v1/completions", json={"prompt": [7], "max_tokens": 60, "stream": stream}, timeout=120
-            )
+            answer = httpx.post(proxy.url + "/v1/completions", json={"prompt": [7], "max_tokens": 60, "stream": stream})
             count[0] += 1
             whole = answer.text.endswith("[DONE]\n\n") if stream else answer.json()["usage"]["completion_tokens"] == 60
             if answer.status_code != 200 or not whole or '"error"' in answer.text:
@@ -128,11 +127,11 @@ def test_a_rolling_restart_under_load_drops_no_request(start) -> None:
     for replica in replicas:
         time.sleep(1)
         assert replica.stop() == 0
-        start("--shutdown-timeout=30", port=replica.port)
+        start("--shutdown-timeout=600", port=replica.port)
     time.sleep(1)
     done.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     proxy.close()
     assert not failures
     assert count[0] > 50

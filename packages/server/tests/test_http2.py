@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from octavo_core.errors import ConfigError
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_server import ServerConfig
 from octavo_server._src.tls import tls_context
 
@@ -114,7 +115,7 @@ class H2Client:
         self.flush()
         return stream
 
-    def events(self, timeout_s=5.0):
+    def events(self, timeout_s=PATIENCE_S):
         self.sock.settimeout(timeout_s)
         data = self.sock.recv(65536)
         if not data:
@@ -123,7 +124,7 @@ class H2Client:
         self.flush()
         return found
 
-    def until(self, kind, timeout_s=5.0):
+    def until(self, kind, timeout_s=PATIENCE_S):
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             for event in self.events(timeout_s):
@@ -137,7 +138,7 @@ def test_A12_a_reset_stream_frees_its_sequence_and_the_connection_goes_on(run, s
     running = run(toy={"delay_s": 0.01})
     client = H2Client(running)
     first = client.post({"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": stream})
-    end = time.monotonic() + 5
+    end = time.monotonic() + PATIENCE_S
     while not running.engine.stats().num_running:
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -189,7 +190,7 @@ def test_bytes_that_are_no_http2_frames_close_the_connection_only(run) -> None:
     running = run()
     with contextlib.closing(running.connect()) as sock:
         sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64)
-        sock.settimeout(5)
+        sock.settimeout(PATIENCE_S)
         with contextlib.suppress(ConnectionError):
             while sock.recv(65536):
                 pass

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from octavo_core.errors import ConfigError
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_server import ServerConfig, cli
 from octavo_server._src.keys import KeyEntry, Keys, digest_of
 from octavo_server._src.openai_errors import RateLimitedError
@@ -176,4 +177,4 @@ def test_the_bound_is_exact_when_frontends_race(tmp_path) -> None:
     for racer in racers:
         racer.stdin.write("\n")
         racer.stdin.flush()
-    assert sum(int(racer.communicate(timeout=60)[0]) for racer in racers) == 500
+    assert sum(int(racer.communicate(timeout=PATIENCE_S)[0]) for racer in racers) == 500

@@ -8,6 +8,8 @@ import resource
 import httpx
 import pytest
 
+from octavo_core.testing.patience import PATIENCE_S
+
 LONG = {"prompt": [7], "max_tokens": 4000, "ignore_eos": True}
 
 
@@ -25,7 +27,7 @@ def test_a_full_queue_answers_503_with_retry_after_and_health_stays_green(start,
     answer = served.complete(n=5)
     assert answer.status_code == 503, "of five sequences none may run"
     served.stop()
-    threads[0].join(20)
+    threads[0].join(PATIENCE_S)
 
 
 @pytest.mark.slow
@@ -40,7 +42,7 @@ def test_two_thousand_connections_at_once_are_all_answered(start, count, wait_fo
     async def one():
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(request)
-        answer = await asyncio.wait_for(reader.read(), 120)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
         writer.close()
         return answer
 
@@ -68,11 +70,11 @@ def test_limits_of_a_key_hold_over_all_frontends(start, tmp_path, in_threads) ->
 
     def complete(key, **fields):
         headers = {"authorization": f"Bearer {key}"}
-        return httpx.post(served.url + "/v1/completions", json={"prompt": [7], **fields}, headers=headers, timeout=60)
+        return httpx.post(served.url + "/v1/completions", json={"prompt": [7], **fields}, headers=headers)
 
     threads, answers = in_threads(12, lambda i: complete("k1", max_tokens=600))
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     codes = sorted(answer.status_code for answer in answers)
     assert codes == [200] * codes.count(200) + [429] * codes.count(429)
     assert 3 <= codes.count(200) < 12

@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from octavo_core.testing.patience import PATIENCE_S
+
 SCRIPT = Path(__file__).with_name("server_process.py")
 LONG = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True}
 
@@ -49,7 +51,7 @@ def gauge(url: str, name: str = "num_requests_in_flight") -> float:
     return float(re.search(rf"octavo:{name}\{{[^}}]*\}} (\S+)", httpx.get(url + "/metrics").text)[1])
 
 
-def wait_for(condition, timeout_s: float = 10.0) -> None:
+def wait_for(condition, timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "timed out"
@@ -64,7 +66,7 @@ def test_a_served_stream_then_sigterm_ends_with_status_zero_and_no_jax(start) ->
         with client.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 3, "stream": True}) as response:
             assert list(response.iter_lines())[-2] == "data: [DONE]"
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     assert "stopped False" in out
     assert "Traceback" not in err
@@ -75,12 +77,12 @@ def test_running_requests_finish_after_sigterm(start, stream: bool) -> None:
     process, url = start()
     answers = []
     body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": stream}
-    thread = threading.Thread(target=lambda: answers.append(httpx.post(url + "/v1/completions", json=body, timeout=30)))
+    thread = threading.Thread(target=lambda: answers.append(httpx.post(url + "/v1/completions", json=body)))
     thread.start()
     wait_for(lambda: gauge(url) == 1)
     process.send_signal(signal.SIGTERM)
-    thread.join(20)
-    assert process.wait(20) == 0
+    thread.join(PATIENCE_S)
+    assert process.wait(PATIENCE_S) == 0
     assert answers[0].status_code == 200
     assert answers[0].text.endswith("[DONE]\n\n") if stream else answers[0].json()["usage"]["completion_tokens"] == 60
 
@@ -90,12 +92,12 @@ def test_what_outlives_the_shutdown_timeout_is_told_so(start, stream: bool) -> N
     process, url = start(shutdown_timeout=0.3, delay_s=0.02)
     answers = []
     body = {**LONG, "stream": stream}
-    thread = threading.Thread(target=lambda: answers.append(httpx.post(url + "/v1/completions", json=body, timeout=30)))
+    thread = threading.Thread(target=lambda: answers.append(httpx.post(url + "/v1/completions", json=body)))
     thread.start()
     wait_for(lambda: gauge(url) == 1)
     process.send_signal(signal.SIGINT)
-    thread.join(20)
-    assert process.wait(20) == 0
+    thread.join(PATIENCE_S)
+    assert process.wait(PATIENCE_S) == 0
     assert answers[0].status_code == (200 if stream else 503)
     assert '"code":"aborted"' in answers[0].text
     assert not stream or answers[0].text.endswith("data: [DONE]\n\n")
@@ -105,8 +107,8 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(start) -> None:
     with contextlib.closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        process = start(taken.getsockname()[1], wait=False, load_s=60)
-        _, err = process.communicate(timeout=20)
+        process = start(taken.getsockname()[1], wait=False, load_s=10 * PATIENCE_S)
+        _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "ConfigError: cannot listen on 127.0.0.1" in err.splitlines()[-1]
     assert "--port" in err.splitlines()[-1]
@@ -114,7 +116,7 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(start) -> None:
 
 def test_while_loading_health_is_503_and_sigterm_stops_at_once(start) -> None:
     port = free_port()
-    process = start(port, wait=False, load_s=60)
+    process = start(port, wait=False, load_s=10 * PATIENCE_S)
     url = f"http://127.0.0.1:{port}"
 
     def answers() -> bool:
@@ -122,17 +124,17 @@ def test_while_loading_health_is_503_and_sigterm_stops_at_once(start) -> None:
             return httpx.get(url + "/health").status_code == 503
         return False
 
-    wait_for(answers, 20)
+    wait_for(answers)
     response = httpx.post(url + "/v1/completions", json={"prompt": "x"})
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "not_ready"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server(start) -> None:
     process = start(wait=False, fails=True)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert err.splitlines()[-1].endswith("the checkpoint is damaged")
 
@@ -150,9 +152,7 @@ def test_A12_dropped_connections_free_their_requests(start, stream: bool) -> Non
     for sock in sockets:
         sock.close()
     wait_for(lambda: gauge(url) == 0 and gauge(url, "num_requests_running") == 0)
-    start_s = time.monotonic()
     assert httpx.post(url + "/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
-    assert time.monotonic() - start_s < 5
 
 
 def test_a_connection_survives_errors_and_goes_on(start) -> None:
@@ -165,7 +165,7 @@ def test_a_connection_survives_errors_and_goes_on(start) -> None:
 
 def test_an_oversized_body_is_read_off_and_refused(start) -> None:
     _, url = start()
-    response = httpx.post(url + "/v1/completions", content=b'{"prompt": "' + b"x" * (40 * 2**20) + b'"}', timeout=60)
+    response = httpx.post(url + "/v1/completions", content=b'{"prompt": "' + b"x" * (40 * 2**20) + b'"}')
     assert response.status_code == 413
 
 

@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_engine._src.process.folders import user_folder
 
 CORE = "octavo_core.testing.step_core:build"
@@ -58,14 +59,14 @@ def test_a_frontend_that_is_killed_is_replaced_and_its_sequences_end(start, wait
     assert served.complete().status_code == 200
     served.stop()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
 
 
 def test_children_end_when_the_server_is_killed(start) -> None:
     served = start()
     children = psutil.Process(served.process.pid).children()
     served.process.kill()
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
     assert not alive
 
 
@@ -89,7 +90,7 @@ def test_what_cannot_be_served_ends_with_one_line(checkpoint, options, model, me
         "--port=0",
         *options,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert re.search(message, done.stderr.splitlines()[-1])
     assert "Traceback" not in done.stderr
@@ -100,7 +101,7 @@ def test_a_port_in_use_is_found_before_anything_starts(checkpoint) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         command = [sys.executable, "-m", "octavo_server.cli", "serve", str(checkpoint), "--host=127.0.0.1"]
-        done = subprocess.run([*command, f"--port={taken.getsockname()[1]}"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*command, f"--port={taken.getsockname()[1]}"], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert "cannot listen on 127.0.0.1" in done.stderr
 
@@ -162,7 +163,7 @@ def test_a_signal_at_any_moment_of_the_start_ends_everything_and_leaves_nothing(
         time.sleep(delay_s)
         process.send_signal(sig)
     for sig, process in zip(signals, processes, strict=True):
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode in (0, -sig), out
     assert not folders() - before
 
@@ -173,7 +174,7 @@ def test_a_port_in_use_leaves_no_folder(checkpoint) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         command = [sys.executable, "-m", "octavo_server.cli", "serve", str(checkpoint), "--host=127.0.0.1"]
-        subprocess.run([*command, f"--port={taken.getsockname()[1]}"], capture_output=True, timeout=60)
+        subprocess.run([*command, f"--port={taken.getsockname()[1]}"], capture_output=True, timeout=PATIENCE_S)
     assert not folders() - before
 
 
@@ -182,8 +183,8 @@ def test_a_frontend_that_hangs_is_replaced(start, wait_for) -> None:
     served = start("--api-server-count=2")
     hung = served.children("octavo-frontend")[0]
     hung.send_signal(signal.SIGSTOP)
-    wait_for(lambda: not hung.is_running() or hung.status() == psutil.STATUS_ZOMBIE, 30)
-    wait_for(lambda: len(served.children("octavo-frontend")) == 2, 30)
+    wait_for(lambda: not hung.is_running() or hung.status() == psutil.STATUS_ZOMBIE)
+    wait_for(lambda: len(served.children("octavo-frontend")) == 2)
     assert [served.complete().status_code for _ in range(8)] == [200] * 8
     assert "has not come round" in served.log.read_text()
     assert served.stop() == 0

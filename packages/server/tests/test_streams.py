@@ -141,7 +141,7 @@ def test_an_engine_dying_in_the_middle_is_told(make_api) -> None:
 
         import httpx
 
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(api.app), base_url="http://test", timeout=30) as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(api.app), base_url="http://test") as client:
             body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
             answer, _ = await asyncio.gather(client.post("/v1/completions", json=body), die())
             return answer.text

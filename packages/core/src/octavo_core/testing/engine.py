@@ -22,6 +22,7 @@ import numpy as np
 
 from octavo_core.errors import ContextLengthError, EngineDeadError, OverloadedError, RequestError
 from octavo_core.keys import block_keys
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.wire import EngineOutput, EngineRequest, EngineStats, FinishReason, ModelCard, SamplingParams, TokenLogprobs
 
 _BLOCK = 16
@@ -280,7 +281,7 @@ def _require(condition: bool, sentence: str) -> None:
         raise AssertionError(sentence)
 
 
-async def _require_idle(engine: Any, timeout_s: float = 30.0) -> None:
+async def _require_idle(engine: Any, timeout_s: float = PATIENCE_S) -> None:
     """Wait until nothing runs and nothing waits."""
     deadline = time.monotonic() + timeout_s
     while (stats := engine.stats()).num_running or stats.num_waiting:

@@ -10,12 +10,11 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
+from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.tiers import Answer, Capacity, Done, Tier
 
 BLOCK_BYTES = 4096 + 512
 """Of the blocks of the suite."""
-
-_PATIENCE_S = 30.0
 
 
 def check_tier(make: Callable[[], Tier], *, steps: int = 60, seed: int = 0) -> None:
@@ -47,12 +46,12 @@ def block_of(number: int, size: int = BLOCK_BYTES) -> bytes:
 def wait_for(tier: Tier, tickets: Sequence[int]) -> dict[int, tuple[Answer, ...]]:
     """Poll until these tickets are answered."""
     answers: dict[int, tuple[Answer, ...]] = {}
-    end = time.monotonic() + _PATIENCE_S
+    end = time.monotonic() + PATIENCE_S
     while not set(tickets) <= set(answers):
         for done in tier.poll():
             _expect(done.ticket not in answers, "a ticket is answered once")
             answers[done.ticket] = done.answers
-        _expect(time.monotonic() < end, f"every ticket is answered; after {_PATIENCE_S:.0f} s some of {tickets} are not")
+        _expect(time.monotonic() < end, f"every ticket is answered; after {PATIENCE_S:.0f} s some of {tickets} are not")
         time.sleep(0.001)
     return answers
 
