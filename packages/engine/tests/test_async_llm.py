@@ -141,7 +141,12 @@ def test_a_prompt_that_cannot_be_served_is_refused(async_llm, prompt, words):
 
 def test_a_failed_engine_ends_every_stream_with_the_error(checkpoint, monkeypatch):
     config = EngineConfig(
-        model=str(checkpoint), skip_tokenizer_init=True, block_size=16, num_gpu_blocks_override=60, max_num_batched_tokens=64
+        model=str(checkpoint),
+        skip_tokenizer_init=True,
+        block_size=16,
+        num_gpu_blocks_override=200,
+        max_num_seqs=32,
+        max_num_batched_tokens=64,
     )
 
     started = AsyncLLM.from_config(config)
