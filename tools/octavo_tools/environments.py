@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,10 +66,15 @@ def uv(*args: str, **variables: str) -> str:
 
 
 def build_wheels(members: Iterable[Package], folder: Path) -> dict[str, Path]:
-    """Build each package without workspace sources, as a release would; answers the wheel of each distribution."""
-    for package in members:
-        uv("build", "--package", package.name, "--no-sources", "--wheel", "--out-dir", str(folder))
-    return {path.name.split("-")[0].replace("_", "-"): path for path in sorted(folder.glob("*.whl"))}
+    """Build each package without workspace sources, as a release would, where `folder` has no wheels; the wheel of each distribution."""
+
+    def build(package: Package) -> str:
+        return uv("build", "--package", package.name, "--no-sources", "--wheel", "--out-dir", str(folder))
+
+    if not list(folder.glob("*.whl")):
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            list(pool.map(build, members))
+    return {path.name.split("-")[0].replace("_", "-"): path.absolute() for path in sorted(folder.glob("*.whl"))}
 
 
 def locked_versions(folder: Path) -> Path:

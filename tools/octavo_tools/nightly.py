@@ -1,4 +1,5 @@
-"""What takes longer than a change may wait for: property tests with fresh seeds for as long as is given, and acceptance.
+"""What takes longer than a change may wait for: slow tests, each package's tests with it alone and on a second Python, property tests
+with fresh seeds for as long as is given, and acceptance.
 
 Acceptance needs material from outside the tree (`OCTAVO_SHARED`) and starts a real server; without the material it is skipped.
 """
@@ -18,7 +19,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from octavo_tools import kernels_sanitized
+from octavo_tools import kernels_sanitized, second_python, wheels
 from octavo_tools.environments import SKIPPED
 from octavo_tools.soak import soak
 from octavo_tools.workspace import ROOT
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=10_000, help="requests of the API fuzz; 0: none (default: %(default)s)")
     parser.add_argument("--skip-acceptance", action="store_true", help="property tests only")
     args = parser.parse_args(argv)
-    verdicts = [long_tests(), search(args.minutes * 60)]
+    verdicts = [long_tests(), wheels.main(["--isolated"]), second_python.main(["--", "-q"]), search(args.minutes * 60)]
     verdicts.append(kernels_sanitized.main(["--seed", time.strftime("%Y%m%d")]))
     if args.cases:
         verdicts.append(fuzz_api(args.cases))

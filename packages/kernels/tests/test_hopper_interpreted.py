@@ -27,7 +27,6 @@ from octavo_kernels.cases import HOPPER_CASES  # noqa: E402
 
 Parameters = getattr(plgpu, "InterpretParams", None) or getattr(plgpu, "InterpretGPUParams", None)
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(Parameters is None, reason=f"JAX {jax.__version__} cannot interpret Mosaic GPU kernels; 0.11 can"),
     pytest.mark.filterwarnings("default::DeprecationWarning"),
 ]
@@ -41,11 +40,19 @@ def short(case: attention.AttentionCase) -> bool:
     return sum(old + new for old, new in case.rows) < 1500
 
 
-@pytest.mark.parametrize("case", list(filter(short, HOPPER_CASES)), ids=lambda case: case.name)
+FEW = ("decode, one query head to a KV head", "few tokens of one row")
+"""Cases of each kernel that are tried with every change; the rest is slow."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case.name in FEW else pytest.mark.slow) for case in filter(short, HOPPER_CASES)],
+)
 def test_interpreted_kernels_agree_with_dense_attention(case: attention.AttentionCase) -> None:
     attention.check_parity(HopperAttention(choices=SMALL, interpret=Parameters()), case)
 
 
+@pytest.mark.slow
 def test_blocks_can_be_carried_elsewhere_as_bytes() -> None:
     case = attention.AttentionCase("moved", ((40, 1), (0, 20)), head_dim=64, dtype="bfloat16", q_dtype="bfloat16")
     backend = HopperAttention(choices=SMALL, interpret=Parameters())
@@ -53,6 +60,7 @@ def test_blocks_can_be_carried_elsewhere_as_bytes() -> None:
     attention.check_dropped_writes(backend, case)
 
 
+@pytest.mark.slow
 def test_more_query_heads_than_a_tile_has_rows_are_refused_with_the_number() -> None:
     backend = HopperAttention(interpret=Parameters())
     case = attention.AttentionCase("many", ((3, 1),), q_heads=65, kv_heads=1, head_dim=64, dtype="bfloat16", q_dtype="bfloat16")
@@ -88,6 +96,7 @@ def _hide(pool: jax.Array, table: jax.Array, first: int, stop: int) -> jax.Array
 VARIANTS = [{"window": 1}, {"window": 70}, {"soft_cap": 2.0}, {"window": 129, "soft_cap": 1.0}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_decode_keeps_to_its_window_and_cap_and_gives_sinks_their_weight(variant) -> None:
     config = dataclasses.replace(DECODE, num_ctas=3, **variant)
@@ -103,6 +112,7 @@ def test_decode_keeps_to_its_window_and_cap_and_gives_sinks_their_weight(variant
         assert np.abs(got - want).max() < 2**-6 * np.abs(want).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_prefill_keeps_to_its_window_and_cap(variant) -> None:
     config = dataclasses.replace(PREFILL, num_ctas=2, **variant)
@@ -160,16 +170,19 @@ DECODE = DecodeConfig(group=4, **POOL)
 PREFILL = PrefillConfig(group=4, tile_kv=64, **POOL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "config"), [(_decode, DECODE), (_prefill, PREFILL)], ids=["decode", "prefill"])
 def test_no_kernel_has_a_race(races, run, config) -> None:
     assert not races(lambda parameters: run(config, parameters))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "config"), [(_decode, DECODE), (_prefill, PREFILL)], ids=["decode", "prefill"])
 def test_a_copy_into_a_buffer_still_in_use_is_found(races, run, config) -> None:
     assert races(lambda parameters: run(dataclasses.replace(config, free_too_early=True), parameters))
 
 
+@pytest.mark.slow
 def test_one_step_a_stage_would_not_find_the_planted_fault(races) -> None:
     """Why the tests above have more steps than stages."""
     config = dataclasses.replace(DECODE, free_too_early=True, stages=10)
