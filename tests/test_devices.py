@@ -101,3 +101,25 @@ assert refused("llama", 4) is None
 assert refused("qwen3-moe", 4, divide_experts=True) is None
 """
     )
+
+
+@pytest.mark.slow
+def test_experts_that_do_not_divide_are_filled_up_with_some_that_nobody_chooses():
+    python(
+        f"""
+from flax import nnx
+from octavo_models import Decoder
+config = read_model_config(__import__("pathlib").Path({str(FIXTURES)!r}) / "mixtral" / "config.json")
+config = dataclasses.replace(config, num_layers=1, moe=dataclasses.replace(config.moe, num_experts=5))
+alone, divided = (Decoder(config, dtype="float32") for _ in range(2))
+place = Placement(device_mesh(4), divide_experts=True).of(divided)
+rng = np.random.default_rng(0)
+for (one, _), (other, _) in zip(list(alone.weight_parts()), list(divided.weight_parts()), strict=True):
+    values = rng.normal(size=one.shape).astype(np.float32) / 8
+    one.set_value(jax.numpy.asarray(values))
+    other.set_value(place(other, values))
+assert divided.blocks[0].mlp.expert_down.shape[0] == 8
+x = jax.numpy.asarray(rng.normal(size=(16, config.hidden_size)), np.float32)
+np.testing.assert_allclose(divided.blocks[0].mlp(x), alone.blocks[0].mlp(x), atol=1e-5)
+"""
+    )

@@ -5,6 +5,7 @@ with 1 added, the rows of Q and K in pairs of neighbours in `llama` only.
 """
 
 import dataclasses
+import json
 from pathlib import Path
 
 import gguf
@@ -17,6 +18,7 @@ from octavo_core.errors import CheckpointError, UnsupportedModelError
 from octavo_models import load_model, resolve
 from octavo_models._src.gguf_weights import half_split_order, hugging_face_name
 from octavo_models._src.load import open_weights
+from octavo_models.convert import convert
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ARCHITECTURES = {
@@ -85,7 +87,7 @@ def write(path, checkpoint, arch, *, change=None, quantisation=None):
     if arch == gguf.MODEL_ARCH.GEMMA3:
         writer.add_sliding_window(next(w for w in config.windows if w))
         writer.add_uint32("gemma3.attention.sliding_window_pattern", 1 + config.windows.index(None))
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    writer.add_token_list(["a", "b", "ab", *(f"t{i}" for i in range(3, config.vocab_size))])
     if change is not None:
         change(writer)
     for name, values in tensors.items():
@@ -143,6 +145,36 @@ def test_quantised_experts_are_read_one_by_one(tmp_path, family):
         assert source.blocks(name)[0] == ("Q8_0" if wanted.shape[-1] % 32 == 0 else "F32")
         assert source.shape(name) == wanted.shape
         np.testing.assert_allclose(source.rows(name, slice(None)).astype(np.float32), wanted, atol=np.abs(wanted).max() / 100)
+
+
+def with_a_tokenizer(writer):
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_types([1] * 384)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(2)
+
+
+@pytest.mark.parametrize("quantisation", [None, gguf.GGMLQuantizationType.Q8_0], ids=["plain", "Q8_0"])
+@pytest.mark.parametrize(
+    ("family", "theirs"), [("mixtral", "block_sparse_moe.experts.1.w2"), ("qwen3-moe", "mlp.experts.1.down_proj")]
+)
+def test_mixtures_of_experts_are_converted_under_their_familys_names(tmp_path, family, theirs, quantisation):
+    own = resolve(str(FIXTURES / family))
+    file = write(tmp_path / "m.gguf", own, ARCHITECTURES[family], change=with_a_tokenizer, quantisation=quantisation)
+    folder = convert(file, tmp_path / "out", progress=False, file_bytes=1 << 18)
+    assert folder.config.moe == own.config.moe
+    assert folder.config.architecture == own.config.architecture
+    assert len(folder.weight_files) > 1
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert f"model.layers.1.{theirs}.weight" in index
+    before, after, plain = open_weights(file), open_weights(folder), open_weights(own)
+    assert before.names() == after.names()
+    for name in before.names():
+        values = np.asarray(after.rows(name, slice(None)), np.float32)
+        assert np.array_equal(np.asarray(before.rows(name, slice(None)), np.float32), values), name
+        wanted = np.asarray(plain.rows(name, slice(None)), np.float32)
+        np.testing.assert_allclose(values, wanted, atol=1e-6 if quantisation is None else np.abs(wanted).max() / 80, err_msg=name)
+    assert len(arrays(load_model(folder, dtype="float32", progress=False))) > 10
 
 
 def test_experts_in_files_of_their_own_are_read_too():

@@ -1,7 +1,7 @@
 """Octavo's engine: cache, scheduler, kernels and model composed into one step loop.
 
-`LLM` runs it in a script, `AsyncLLM` in a program of its own, `AsyncEngine` behind a server. Names are looked up on first use, so that importing
-`octavo_engine.config` imports no jax.
+`LLM` runs it in a script, `AsyncLLM` in a program of its own, `AsyncEngine` behind a server; `follow` is every node but
+the first where several compute one model. Names are looked up on first use, so that importing `octavo_engine.config` imports no jax.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from octavo_engine._src.async_engine import AsyncEngine
     from octavo_engine._src.async_llm import AsyncLLM
     from octavo_engine._src.completion import Completion
+    from octavo_engine._src.compose import follow
     from octavo_engine._src.offline import LLM
     from octavo_engine.config import EngineConfig
 
@@ -26,9 +27,10 @@ _HOME = {
     "EngineConfig": "octavo_engine.config",
     "LLM": "octavo_engine._src.offline",
     "SamplingParams": "octavo_core.wire",
+    "follow": "octavo_engine._src.compose",
 }
 
-__all__ = ["LLM", "AsyncEngine", "AsyncLLM", "Completion", "EngineConfig", "SamplingParams"]
+__all__ = ["LLM", "AsyncEngine", "AsyncLLM", "Completion", "EngineConfig", "SamplingParams", "follow"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ MODEL: Final = "model"
 CACHE: Final = "KV cache"
 SCHEDULING: Final = "scheduling"
 BACKENDS: Final = "backends"
+NODES: Final = "several nodes"
 LOGS: Final = "logs"
 BLOCK_SIZES: Final = (16, 32, 64)
 MAX_TENANTS: Final = 64
@@ -139,6 +140,18 @@ class EngineConfig:
     expert_parallel: bool = option(
         False, "Divide whole experts among the devices, not each of them", group=BACKENDS, aliases=("--enable-expert-parallel",)
     )
+    nnodes: int = option(
+        1, "Machines that compute one model together; --tensor-parallel-size counts the devices of all", group=NODES
+    )
+    node_rank: int = option(0, "Which of them this one is; 0 plans and takes requests", group=NODES)
+    master_addr: str = option("127.0.0.1", "Where the node of rank 0 is reached", group=NODES)
+    master_port: int = option(29501, "Its port for plans; JAX's own is the next one", group=NODES)
+    nodes_key_file: str | None = option(
+        None, "File with the key that all nodes share; default: the variable OCTAVO_NODES_KEY", group=NODES, metavar="FILE"
+    )
+    headless: bool = option(False, "This node takes no requests: every one but rank 0", group=NODES)
+    distributed_timeout_seconds: int = option(300, "Longest wait for the other nodes at start", group=NODES)
+    node_timeout_s: float = option(20.0, "Seconds of silence after which a node counts as dead", group=NODES)
     compilation_cache_dir: str | None = option(
         None, "Where compiled programs are kept; 'off' keeps none; default: ~/.cache/octavo/compiled", group=BACKENDS
     )
@@ -164,6 +177,25 @@ class EngineConfig:
         if not self.max_queue_s >= 0:
             raise ConfigError(f"--max-queue-s is at least 0, got {self.max_queue_s}")
         self.weights()
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        """Settings of several nodes that fit together."""
+        if self.nnodes < 1 or not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(f"--node-rank is 0 to --nnodes less one, got --node-rank {self.node_rank} --nnodes {self.nnodes}")
+        if self.headless and self.node_rank == 0:
+            raise ConfigError("--headless is for nodes of --node-rank 1 and above: the node of rank 0 takes the requests")
+        if self.tensor_parallel_size % self.nnodes:
+            raise ConfigError(
+                f"--tensor-parallel-size counts the devices of all nodes, a multiple of --nnodes {self.nnodes}; got {self.tensor_parallel_size}"
+            )
+        if self.nnodes > 1 and kv_offload_config.parse(self.kv_offload, self.cpu_offload_gb).is_wanted:
+            flag = "--kv-offload" if self.kv_offload else "--cpu-offload-gb"
+            raise ConfigError(f"{flag} serves one node: tiers of KV below the device are not divided among --nnodes {self.nnodes}")
+        if not 1 <= self.master_port <= 65534:
+            raise ConfigError(f"--master-port is 1 to 65534 (the next port is used too), got {self.master_port}")
+        if self.distributed_timeout_seconds < 1 or not self.node_timeout_s >= 3:
+            raise ConfigError("--distributed-timeout-seconds is at least 1, --node-timeout-s at least 3")
 
     def weights(self) -> tuple[int, ...]:
         """`tenant_weights`, read.

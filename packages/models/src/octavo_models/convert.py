@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from octavo_models._src.families import family_named
 from octavo_models._src.gguf_weights import GGUFWeights
 from octavo_models._src.hf_config import parse_model_config
 from octavo_models._src.load import open_weights
-from octavo_models._src.model_config import GenerationConfig, ModelConfig, RopeConfig
+from octavo_models._src.model_config import GenerationConfig, ModelConfig, MoEConfig, RopeConfig
 from octavo_models._src.progress import progress as show_progress
 from octavo_models._src.rope import inverse_frequencies
 from octavo_models._src.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def convert(checkpoint: Checkpoint, folder: Path, *, file_bytes: int = FILE_BYTE
         _write_json(part / "config.json", described)
         _write_json(part / "generation_config.json", _generation(checkpoint.generation))
         _write_tokenizer(part, tokenizer, template.source)
-        _write_weights(part, source, file_bytes, progress)
+        _write_weights(part, source, _stored_name(checkpoint.config), file_bytes, progress)
         if folder.exists():
             folder.rmdir()
         part.rename(folder)
@@ -90,8 +90,6 @@ def describe(config: ModelConfig, generation: GenerationConfig, source: GGUFWeig
     Raises:
         UnsupportedModelError: Read back, it would be another model.
     """
-    if config.moe is not None:
-        raise UnsupportedModelError(f"{config.architecture}: a mixture of experts is not converted; serve the .gguf file as it is")
     family = family_named(config.architecture)
     model_type = family.model_types[0] if family is not None else config.architecture
     dtype = "bfloat16" if source.is_quantised else config.dtype
@@ -116,6 +114,7 @@ def describe(config: ModelConfig, generation: GenerationConfig, source: GGUFWeig
         "rope_theta": rope.theta,
         "rope_scaling": _rope_scaling(rope),
         "torch_dtype": dtype,
+        **_experts(config.moe),
         **_generation(generation),
     }
     try:
@@ -124,10 +123,27 @@ def describe(config: ModelConfig, generation: GenerationConfig, source: GGUFWeig
         raise UnsupportedModelError(
             f"{config.architecture} is not converted: its config.json would be incomplete ({error})"
         ) from None
+    if config.moe is not None and all(read.moe_layers):
+        read = dataclasses.replace(read, moe_layers=())  # both say: in every layer
     if read != wanted:
         names = [field.name for field in dataclasses.fields(read) if getattr(read, field.name) != getattr(wanted, field.name)]
         raise UnsupportedModelError(f"{config.architecture}: config.json cannot say this model's {', '.join(names)} here")
     return values
+
+
+def _experts(moe: MoEConfig | None) -> dict[str, Any]:
+    """A mixture of experts in the words of every family that a GGUF file may have; each reads its own."""
+    if moe is None:
+        return {}
+    return {
+        "num_local_experts": moe.num_experts,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.experts_per_token,
+        "moe_intermediate_size": moe.intermediate_size,
+        "norm_topk_prob": moe.normalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 def _rope_of(config: ModelConfig, divisors: tuple[float, ...]) -> RopeConfig:
@@ -185,7 +201,13 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, template: str | None) -
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def _write_weights(folder: Path, source: GGUFWeights, file_bytes: int, progress: bool) -> None:
+def _stored_name(config: ModelConfig) -> Callable[[str], str]:
+    """From Octavo's name of a tensor to the family's."""
+    family = family_named(config.architecture)
+    return str if family is None else family.stored_name
+
+
+def _write_weights(folder: Path, source: GGUFWeights, stored_name: Callable[[str], str], file_bytes: int, progress: bool) -> None:
     names = sorted(source.names() - {_ROPE_DIVISORS})
     shards = list(_shards(names, source, file_bytes))
     home: dict[str, str] = {}
@@ -194,10 +216,10 @@ def _write_weights(folder: Path, source: GGUFWeights, file_bytes: int, progress:
     with bar as advance:
         for number, shard in enumerate(shards, 1):
             file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            tensors = {name: _values(source, name) for name in shard}
+            tensors = {stored_name(name): _values(source, name) for name in shard}
             save_file(tensors, folder / file, metadata={"format": "pt"})
             shutil.copymode(folder / "config.json", folder / file)  # it is made for its owner only
-            home |= dict.fromkeys(shard, file)
+            home |= dict.fromkeys(tensors, file)
             total += sum(values.nbytes for values in tensors.values())
             advance(len(shard))
     if len(shards) > 1:

@@ -1,6 +1,8 @@
 """The one module that names concrete components: from a config to a compiled engine core.
 
 Touches disk, device memory and the compiler. Everything chosen here is told in the start-up table.
+
+Size: one composition, read from top to bottom, of what every node has and what node 0 alone has.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +26,15 @@ from octavo_core.seams import AttentionBackend, Model, PrefixCache, Sampler, Sch
 from octavo_core.specs import CacheSpec, KVGroupSpec
 from octavo_core.wire import ModelCard
 from octavo_engine._src import host, kv_events_config, plug, sizing, weights
+from octavo_engine._src.cluster import Follower, Leader, join
 from octavo_engine._src.compiles import CompileCounter
 from octavo_engine._src.compose_tiers import build_tiers
 from octavo_engine._src.core import EngineCore, Overlap
 from octavo_engine._src.device import DevicePrograms, DeviceState
 from octavo_engine._src.kv_events import KVEvents
+from octavo_engine._src.leading import FollowingRunner, LeadingRunner
 from octavo_engine._src.logs import Logs
-from octavo_engine._src.mesh import DividedAttention, device_mesh, everywhere, local_group
+from octavo_engine._src.mesh import DividedAttention, device_mesh, local_group, put
 from octavo_engine._src.planner import Planner
 from octavo_engine._src.plug import build_prefix_cache, find_prefix_cache
 from octavo_engine._src.process.flight import FlightRecorder
@@ -67,6 +71,7 @@ class Built:
     logs: Logs
     kv_events: KVEvents | None
     has_own_cache: bool = True
+    leader: Leader | None = None
 
     @property
     def recompiles(self) -> int:
@@ -89,6 +94,8 @@ class Built:
         self.compiles.close()
         if self.core.offload is not None:
             self.core.offload.close()
+        if self.leader is not None:
+            self.leader.close()
         if self.kv_events is not None:
             self.kv_events.close()
         self.logs.close()
@@ -120,16 +127,73 @@ def build(config: EngineConfig, recorder: FlightRecorder | None = None) -> Built
         raise
 
 
-def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Built:
-    started_s = time.monotonic()
-    table: Table = []
+def follow(config: EngineConfig) -> None:
+    """Be one of several nodes, and not the first: load the model, then run what node 0 says until it ends.
+
+    Raises:
+        ConfigError: For settings that cannot work, or that differ from node 0's.
+        CheckpointError: For a model that cannot be read.
+        EngineDeadError: Node 0 cannot be reached, or has failed. Where it is silent the process ends, whatever it is doing.
+    """
+    if config.node_rank == 0:
+        raise ConfigError("the node of rank 0 takes requests and follows nobody; give the others --node-rank 1 and above")
+    _settle(config)
+    node = join(config)
+    assert isinstance(node, Follower)
+    try:
+        side = _device_side(config, [], node)
+        FollowingRunner(ModelRunner(side.programs, side.state, max_blocks=side.spec.max_blocks), node).run()
+        node.leave()
+    except BaseException as error:
+        node.failed(error)
+        raise
+    finally:
+        node.close()
+
+
+def _settle(config: EngineConfig) -> None:
     host.keep_compiled_programs(config.compilation_cache_dir)
     host.run_cpu_programs_in_place()
     host.keep_freed_memory()
-    make_cache, make_scheduler = _prefix_cache(config, table), _scheduler(config, table)
-    mesh = device_mesh(config.tensor_parallel_size)
+
+
+def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Built:
+    if config.node_rank:
+        raise ConfigError(
+            f"--node-rank {config.node_rank} takes no requests: start it with `octavo serve --headless` and the same options"
+        )
+    _settle(config)
+    leader = join(config)
+    assert not isinstance(leader, Follower)
+    try:
+        return _build_joined(config, logs, kv_events, leader)
+    except BaseException:
+        if leader is not None:
+            leader.close()
+        raise
+
+
+class _DeviceSide(NamedTuple):
+    """What every node has: the model, and the programs and memory of its devices."""
+
+    checkpoint: Checkpoint
+    loaded: weights.Loaded
+    attention: AttentionBackend[Any]
+    groups: tuple[KVGroupSpec, ...]
+    spec: CacheSpec
+    card: ModelCard
+    programs: DevicePrograms
+    state: DeviceState
+    nobody: SamplingArrivals
+    seqs: int
+    on_cpu: bool
+    pads_free: bool
+
+
+def _device_side(config: EngineConfig, table: Table, node: Leader | Follower | None) -> _DeviceSide:
+    mesh = device_mesh(config.tensor_parallel_size, config.nnodes)
     checkpoint = resolve(config.model, revision=config.revision, download_dir=config.download_dir, offline=config.offline)
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
     table.append(("device", f"{device.device_kind} ({device.platform})", f"{len(jax.devices())} visible to JAX {jax.__version__}"))
     table.append(("model", checkpoint.name, f"{checkpoint.config.architecture} from {checkpoint.path.name}"))
@@ -138,9 +202,9 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     model = loaded.model
 
     seqs, why_seqs = sizing.num_sequences(config, on_cpu=on_cpu)
-    groups, spec = _size_cache(config, checkpoint, model, loaded.kv_dtype, seqs, on_cpu, table)
+    free_bytes = host.free_bytes() if node is None else node.least(host.free_bytes())
+    groups, spec = _size_cache(config, checkpoint, model, loaded.kv_dtype, seqs, on_cpu, free_bytes, table)
     table.append(("sequences", str(seqs), why_seqs))
-    cache = make_cache(spec)
     attention = _attention(config, groups, mesh, table)
     card = _card(config, checkpoint, spec)
     pads_free = loaded.is_packed and loaded.is_native(attention)
@@ -148,9 +212,28 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     programs, nobody = _programs(config, model, groups, attention, card, spec, per_segment, table)
     _check_room(spec, memory.pool_bytes(groups, spec.num_blocks), card)
     state = _device_state(programs, spec, card, mesh)
-    kept = kept_programs(config, checkpoint.path, checkpoint.config, groups, spec, card, [row[:2] for row in table])
-    runner, planner = _compile(config, programs, state, cache, make_scheduler, nobody, seqs, on_cpu, pads_free, kept, table)
-    compiles, template = CompileCounter(), jax.tree.map(np.array, nobody)
+    return _DeviceSide(checkpoint, loaded, attention, groups, spec, card, programs, state, nobody, seqs, on_cpu, pads_free)
+
+
+def _build_joined(config: EngineConfig, logs: Logs, kv_events: KVEvents | None, leader: Leader | None) -> Built:
+    started_s = time.monotonic()
+    table: Table = []
+    make_cache, make_scheduler = _prefix_cache(config, table), _scheduler(config, table)
+    side = _device_side(config, table, leader)
+    checkpoint, loaded, attention, groups, spec, card, programs, state, nobody, seqs, on_cpu, pads_free = side
+    if leader is not None:
+        told = f"rank 0 of them, --master-port {config.master_port}"
+        table.append(("nodes", str(config.nnodes), f"{told}; one that is silent for {config.node_timeout_s:g} s counts as dead"))
+    cache = make_cache(spec)
+    if leader is None:
+        kept = kept_programs(config, checkpoint.path, checkpoint.config, groups, spec, card, [row[:2] for row in table])
+        runner = ModelRunner(programs, state, max_blocks=spec.max_blocks, kept=kept)
+    else:  # stored programs are one node's
+        kept = Programs(None)
+        runner = LeadingRunner(programs, state, max_blocks=spec.max_blocks, leader=leader)
+    planner = _compile(config, runner, cache, make_scheduler, nobody, seqs, on_cpu, pads_free, kept, table)
+    compiles = CompileCounter()
+    template = jax.tree.map(np.array, nobody)
     overlap = _overlap(config, on_cpu, table)
     if kv_events is not None:
         kv_events.begin(groups, spec.block_size)
@@ -160,7 +243,7 @@ def _build(config: EngineConfig, logs: Logs, kv_events: KVEvents | None) -> Buil
     table.append(("start", f"{time.monotonic() - started_s:.1f} s", "from nothing to ready"))
     host.return_freed_memory()
     compiles.arm()
-    return Built(core, card, checkpoint, compiles, table, logs, kv_events, config.prefix_cache is None)
+    return Built(core, card, checkpoint, compiles, table, logs, kv_events, config.prefix_cache is None, leader)
 
 
 def _programs(
@@ -185,7 +268,7 @@ def _programs(
 def _device_state(programs: DevicePrograms, spec: CacheSpec, card: ModelCard, mesh: Mesh | None) -> DeviceState:
     """Empty, and on a mesh whole on every device but for the KV."""
     small = programs.sampler.init(spec.max_sequences, card.vocab_size), jnp.zeros(spec.max_sequences, jnp.int32)
-    return DeviceState(programs.init_kv(spec.num_blocks), *(small if mesh is None else jax.device_put(small, everywhere(mesh))))
+    return DeviceState(programs.init_kv(spec.num_blocks), *(small if mesh is None else put(small, mesh)))
 
 
 def _dtype(config: EngineConfig, checkpoint: Checkpoint, on_cpu: bool) -> tuple[str, str]:
@@ -200,12 +283,12 @@ def _dtype(config: EngineConfig, checkpoint: Checkpoint, on_cpu: bool) -> tuple[
 
 
 def _size_cache(
-    config: EngineConfig, checkpoint: Checkpoint, model: Model, dtype: str, seqs: int, on_cpu: bool, table: Table
+    config: EngineConfig, checkpoint: Checkpoint, model: Model, dtype: str, seqs: int, on_cpu: bool, free_bytes: int, table: Table
 ) -> tuple[tuple[KVGroupSpec, ...], CacheSpec]:
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     groups = model.kv_groups(block_size=config.block_size, dtype=kv_dtype)
     each = sum(memory.block_bytes(group) for group in groups)
-    blocks, why = sizing.num_blocks(config, each, host.free_bytes(), on_cpu=on_cpu)
+    blocks, why = sizing.num_blocks(config, each, free_bytes, on_cpu=on_cpu)
     own_len = checkpoint.config.max_position_embeddings
     wanted = config.max_model_len or own_len
     capacity = (blocks - 1) * config.block_size
@@ -329,8 +412,7 @@ def _card(config: EngineConfig, checkpoint: Checkpoint, spec: CacheSpec) -> Mode
 
 def _compile(
     config: EngineConfig,
-    programs: DevicePrograms,
-    state: DeviceState,
+    runner: ModelRunner,
     cache: PrefixCache[Any],
     make_scheduler: Callable[[SchedulerConfig, PrefixCache[Any]], Scheduler[Any, Any]],
     nobody: SamplingArrivals,
@@ -339,10 +421,9 @@ def _compile(
     pads_free: bool,
     kept: Programs,
     table: Table,
-) -> tuple[ModelRunner, Planner]:
-    start_s, spec = time.monotonic(), cache.spec
-    alone = on_cpu and (pads_free or programs.params[0].dtype == jnp.float32)
-    runner = ModelRunner(programs, state, max_blocks=spec.max_blocks, kept=kept)
+) -> Planner:
+    start_s = time.monotonic()
+    alone = on_cpu and (pads_free or runner.programs.params[0].dtype == jnp.float32)
     with progress("compiling", num_programs(config, seqs, alone=alone, pads_free=pads_free), unit="programs") as advance:
         runner.compile_begin(nobody)
         steps = compile_steps(runner, config, seqs, advance, on_cpu=on_cpu, alone=alone, pads_free=pads_free, kept=kept)
@@ -359,7 +440,7 @@ def _compile(
     table.append(("programs", *kept.told))
     shapes = ", ".join(f"{b.tokens}x{b.rows}" for b in runner.shapes)
     table.append(("step shapes", shapes, f"tokens x rows, compiled in {time.monotonic() - start_s:.1f} s"))
-    return runner, planner
+    return planner
 
 
 def _chunk_policy(config: EngineConfig, on_cpu: bool) -> str:

@@ -80,7 +80,8 @@ def device_platform() -> str:
 
 def free_bytes() -> int:
     """Device memory not in use: of the first accelerator, or of the machine where the device is the CPU."""
-    stats = jax.devices()[0].memory_stats() if jax.devices()[0].platform != "cpu" else None
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
     if stats:
         return int(stats["bytes_limit"] - stats["bytes_in_use"])
     return min(int(psutil.virtual_memory().available), _cgroup_free_bytes())

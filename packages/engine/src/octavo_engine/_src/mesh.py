@@ -26,24 +26,33 @@ _BY_DEVICE: Final = PartitionSpec(AXIS)
 _BY_HEAD: Final = PartitionSpec(None, AXIS)
 
 
-def device_mesh(size: int) -> Mesh | None:
-    """The first `size` devices; None for one, which needs no mesh.
+def device_mesh(size: int, nodes: int = 1) -> Mesh | None:
+    """`size` devices, as many and the first of each of `nodes` processes; None for one, which needs no mesh.
 
     Raises:
         ConfigError: There are fewer.
     """
-    devices = jax.devices()
     if size == 1:
         return None
+    devices = [d for node in range(nodes) for d in [d for d in jax.devices() if d.process_index == node][: size // nodes]]
     if size > len(devices):
-        hint = "; on a CPU XLA_FLAGS=--xla_force_host_platform_device_count=N makes some" if devices[0].platform == "cpu" else ""
-        raise ConfigError(f"--tensor-parallel-size {size} needs as many devices, JAX sees {len(devices)}{hint}")
+        hint = (
+            "; on a CPU XLA_FLAGS=--xla_force_host_platform_device_count=N makes some" if jax.devices()[0].platform == "cpu" else ""
+        )
+        where = f", {size // nodes} on each of {nodes} nodes" if nodes > 1 else ""
+        raise ConfigError(f"--tensor-parallel-size {size} needs as many devices{where}, JAX sees {len(jax.devices())}{hint}")
     return Mesh(np.asarray(devices[:size]), (AXIS,))
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:
     """All of a value on each device."""
     return NamedSharding(mesh, _EVERYWHERE)
+
+
+def put(tree: Any, mesh: Mesh) -> Any:
+    """The same values on each device of a mesh, also of one that reaches into other processes; each has them already."""
+    here = everywhere(mesh)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, here, np.asarray(x).__getitem__), tree)
 
 
 def local_group(spec: KVGroupSpec, mesh: Mesh | None) -> KVGroupSpec:

@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 _MAGIC: Final = b"octavo program 1\n"
 _VARIABLES: Final = ("JAX_", "XLA_", "OCTAVO_", "LIBTPU_", "TF_", "OMP_")
+_SECRETS: Final = ("OCTAVO_API_KEY", "OCTAVO_NODES_KEY")
+"""No facts of a program."""
 _TELLS: Final = (
     "jax_log",
     "jax_debug_log",
@@ -209,7 +211,7 @@ def environment() -> tuple[object, ...]:
 
     Each is one of the facts of `Programs`, in this order.
     """
-    names = [name for name in os.environ if name.startswith(_VARIABLES) and name != "OCTAVO_API_KEY"]  # a secret, and no fact
+    names = [name for name in os.environ if name.startswith(_VARIABLES) and name not in _SECRETS]
     set_outside = {name: os.environ[name] for name in names}
     versions = jax.__version__, jaxlib.version.__version__, sys.version, platform.machine()
     devices = [(d.platform, d.device_kind, d.id) for d in jax.devices()]

@@ -4,7 +4,8 @@ Knows the axes of the parts' weights and the order of rows that keeps what belon
 arithmetic is not told apart: jit follows the weights.
 
 Each device has a share of the query heads with the KV heads they need, of the MLP's width, of the experts or of each expert's width, and of the
-vocabulary. What does not divide evenly is refused, except the vocabulary, which then is on every device.
+vocabulary. What does not divide evenly is refused, except the vocabulary, which then is on every device, and whole experts, to which as many
+are added as are missing: nobody chooses those.
 
 Source: the column and row split of Megatron-LM (arXiv 1909.08053).
 """
@@ -31,10 +32,12 @@ from octavo_models._src.moe import MoE
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Of one parameter: which axis is divided (None: every device has all), and the rows of that axis in the order to divide."""
+    """Of one parameter: which axis is divided (None: every device has all), the rows of that axis in the order to divide, and how many
+    rows of zeros are added to it."""
 
     axis: int | None = None
     rows: np.ndarray | None = None
+    added: int = 0
 
 
 class Placement:
@@ -62,8 +65,6 @@ class Placement:
         if any(not config.has_experts(layer) for layer in range(config.num_layers)) and config.intermediate_size % size:
             uneven.append(f"an MLP of width {config.intermediate_size}")
         if (moe := config.moe) is not None:
-            if self._divide_experts and moe.num_experts % size:
-                uneven.append(f"{moe.num_experts} experts")
             if not self._divide_experts and moe.intermediate_size % size:
                 uneven.append(f"experts of width {moe.intermediate_size}")
             if moe.shared_size % size:
@@ -90,6 +91,8 @@ class Placement:
             where = places.get(id(param), _Place())
             if where.rows is not None and where.axis is not None:
                 values = np.take(values, where.rows, axis=where.axis)
+            if where.added:
+                values = np.pad(values, [(0, where.added if a == where.axis else 0) for a in range(values.ndim)])
             spec = PartitionSpec() if where.axis is None else PartitionSpec(*[None] * where.axis, self._axis)
             # Not `device_put`: where the mesh reaches into other processes it would compare all weights over the network.
             return jax.make_array_from_callback(values.shape, NamedSharding(self.mesh, spec), values.__getitem__)
@@ -133,7 +136,8 @@ class Placement:
         if self._divide_experts:
             part.mesh = self.mesh
             params = (part.expert_gate_up, part.expert_down, part.expert_gate_up_bias, part.expert_down_bias)
-            return [(id(p), _Place(0)) for p in params if p is not None] + shared
+            added = -part.moe.num_experts % self.mesh.size
+            return [(id(p), _Place(0, added=added)) for p in params if p is not None] + shared
         rows = self._gate_up_rows(part.moe.intermediate_size)
         part.shards = self.mesh.size
         biases = [] if part.expert_gate_up_bias is None else [(id(part.expert_gate_up_bias), _Place(1, rows))]

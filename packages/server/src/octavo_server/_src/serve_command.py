@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import pkgutil
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from octavo_core.config import add_arguments as add_options
 from octavo_core.config import from_namespace
-from octavo_core.errors import ConfigError
+from octavo_core.errors import ConfigError, OctavoError
 from octavo_engine.process import DEFAULT_CORE, ProcessConfig, Supervisor
 from octavo_server._src.config import ServerConfig
 from octavo_server._src.keys import Keys
@@ -23,6 +24,7 @@ from octavo_server._src.tls import tls_context
 
 _ENGINE = "octavo_engine:AsyncEngine"
 _ENGINE_CONFIG = "octavo_engine.config:EngineConfig"
+_FOLLOW = "octavo_engine:follow"
 _KEY_VARIABLE = "OCTAVO_API_KEY"
 
 
@@ -52,6 +54,8 @@ def run(namespace: argparse.Namespace) -> int:
             raise ConfigError(f"the model is given twice: '{given}' and --model '{namespace.model}'; leave one out")
         namespace.model = given
     engine_config = from_namespace(resolve(_ENGINE_CONFIG), namespace)
+    if engine_config.node_rank:
+        return _follow(engine_config)
     server_config = _with_environment(from_namespace(ServerConfig, namespace))
     tls_context(server_config)
     Keys.load(server_config.api_key, server_config.api_keys_file)
@@ -74,6 +78,17 @@ def run(namespace: argparse.Namespace) -> int:
         return (engine, *load_frontend(engine.card, server_config))
 
     serve(server_config, load, announce=lambda url, engine: announce(url, engine, server_config))
+    return 0
+
+
+def _follow(engine_config: Any) -> int:
+    """Be one of several nodes and take no requests, until node 0 ends."""
+    print(f"Octavo follows node 0 at {engine_config.master_addr}:{engine_config.master_port}", flush=True)
+    try:
+        resolve(_FOLLOW)(engine_config)
+    except OctavoError as error:
+        print(f"octavo: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # a farewell to nodes that are gone would abort
     return 0
 
 

@@ -33,3 +33,11 @@ class Family:
         for theirs, ours in self.renames:
             name = name.replace(theirs, ours)
         return name
+
+    def stored_name(self, name: str) -> str:
+        """The family's name of a tensor that Octavo calls so: the inverse of `tensor_name` inside layers. Around them a language model alone
+        has Octavo's names."""
+        for theirs, ours in reversed(self.renames):
+            if ours.startswith("."):
+                name = name.replace(ours, theirs)
+        return name
