@@ -10,6 +10,7 @@ from octavo_core.wire import SamplingParams
 from octavo_engine import LLM
 from octavo_models.checkpoints import packaged_checkpoint
 
+PROSE = Path(__file__).parent / "fixtures" / "prose.txt"
 REFERENCE = json.loads(
     (Path(__file__).parents[1] / "packages" / "models" / "tests" / "fixtures" / "smollm2_reference.json").read_text()
 )
@@ -63,3 +64,26 @@ def test_the_checkpoints_own_blocks_stay_within_what_quantised_activations_may_c
             assert done.token_ids[0] == prompt["greedy_ids"][0]
     llm.close()
     assert np.mean(errors) <= 0.1
+
+
+def mean_logprob(kv_cache_dtype):
+    """Of the tokens of a page of prose, and what the table says of the pool and of attention."""
+    llm = LLM(kv_cache_dtype=kv_cache_dtype, num_gpu_blocks_override=182, max_num_seqs=8, max_num_batched_tokens=128)
+    done = llm.generate([PROSE.read_text()], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))[0]
+    scores = [token.logprob for token in done.prompt_logprobs[1:]]
+    told = {name: (what, why) for name, what, why in llm._built.table}
+    llm.close()
+    assert len(scores) > 1000
+    return float(np.mean(scores)), told
+
+
+def test_perplexity_with_kv_in_fp8_is_within_half_a_percent_of_bfloat16():
+    """Every key and value, those of the chunk itself included, is read back from the pool."""
+    wide, told = mean_logprob("bfloat16")
+    assert "bfloat16" in told["KV pool"][0]
+    for name, dtype in (("fp8", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2")):
+        narrow, told = mean_logprob(name)
+        assert dtype in told["KV pool"][0]
+        assert narrow != wide, "nothing was rounded"
+        print(f"{name}: perplexity {np.exp(-wide):.4f} becomes {np.exp(-narrow):.4f}")
+        assert abs(np.exp(wide - narrow) - 1) < 0.005, name

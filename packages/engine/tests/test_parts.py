@@ -59,11 +59,26 @@ def test_every_step_the_scheduler_can_plan_has_a_shape(budget, seqs, alone):
 
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"])
 def test_the_pool_an_attention_backend_allocates_has_the_bytes_it_is_sized_by(backend, dtype):
     group = KVGroupSpec("full", tuple(range(30)), 3, 64, dtype, 32)
     pool = attention_backend(backend, (group,)).backend.init_kv(group, 5)
     assert tree_bytes(pool) == memory.pool_bytes((group,), (5,))
+
+
+@pytest.mark.parametrize(("name", "num_bytes"), [("auto", 327_680), ("fp8", 163_840 + 5_120), ("fp8_e5m2", 163_840 + 5_120)])
+def test_a_token_of_llama_3_1_70b_takes_half_the_bytes_in_fp8_and_a_scale_for_each_head(name, num_bytes):
+    dtype = EngineConfig(kv_cache_dtype=name).kv_dtype("bfloat16")
+    group = KVGroupSpec("full", tuple(range(80)), 8, 128, dtype, 32)
+    assert memory.token_bytes(group) == num_bytes
+    pool = attention_backend("xla", (group,)).backend.init_kv(group, 2)
+    assert tree_bytes(pool) == 2 * 32 * num_bytes
+
+
+def test_fp8_without_a_format_is_e4m3():
+    assert EngineConfig(kv_cache_dtype="fp8").kv_dtype("float32") == EngineConfig(kv_cache_dtype="fp8_e4m3").kv_dtype("float32")
+    assert EngineConfig(kv_cache_dtype="fp8_e5m2").kv_dtype("float32") == "float8_e5m2"
+    assert EngineConfig().kv_dtype("float32") == "float32"
 
 
 @pytest.mark.parametrize(("asked", "on_cpu", "most"), [(7, True, 7), (0, True, 64), (0, False, 256), (300, False, 300)])
@@ -153,7 +168,7 @@ def test_a_fair_queue_keeps_places_for_tenants_that_come_and_each_in_its_own_ord
     [
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size is at least 1"),
         ({"expert_parallel": True}, "--expert-parallel divides experts among the devices"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not supported yet"),
+        ({"kv_cache_dtype": "fp4"}, "--kv-cache-dtype is one of auto, bfloat16, float32, fp8, fp8_e4m3, fp8_e5m2, got 'fp4'"),
         ({"enable_chunked_prefill": False}, "always computed in chunks"),
         ({"block_size": 48}, "--block-size is one of 16, 32, 64"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization"),

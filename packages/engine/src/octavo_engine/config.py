@@ -16,6 +16,14 @@ BACKENDS: Final = "backends"
 NODES: Final = "several nodes"
 LOGS: Final = "logs"
 BLOCK_SIZES: Final = (16, 32, 64)
+KV_DTYPES: Final = {
+    "bfloat16": "bfloat16",
+    "float32": "float32",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+"""NumPy name of what each `--kv-cache-dtype` stores."""
 MAX_TENANTS: Final = 64
 """Tenants told apart by a fair schedule that was given no weights; those beyond count as the last."""
 
@@ -51,7 +59,13 @@ class EngineConfig:
     gpu_memory_utilization: float = option(0.9, "Share of free device memory for weights and KV, 0..1", group=CACHE)
     kv_cache_memory_bytes: int = option(0, "Bytes of the KV pool, such as 512M; overrides the share", group=CACHE)
     num_gpu_blocks_override: int = option(0, "KV blocks, whatever the memory", group=CACHE)
-    kv_cache_dtype: str = option("auto", "Type of stored KV: auto (the model's), bfloat16, float32", group=CACHE)
+    kv_cache_dtype: str = option(
+        "auto",
+        "Type of stored KV: auto (the model's), bfloat16, float32; or 8 bits with a scale for each token and head: fp8 (e4m3), "
+        "fp8_e4m3, fp8_e5m2",
+        group=CACHE,
+        choices=("auto", *KV_DTYPES),
+    )
     enable_prefix_caching: bool = option(True, "Reuse KV of equal prefixes", group=CACHE)
     kv_events_config: str | None = option(
         None, 'Publish KV events over ZeroMQ: JSON such as {"enable_kv_cache_events": true}', group=CACHE, metavar="JSON"
@@ -208,13 +222,17 @@ class EngineConfig:
             raise ConfigError(f"--tenant-weights has whole numbers of 1 to 1000 such as 1,3, got '{self.tenant_weights}'")
         return tuple(int(word) for word in words)
 
+    def kv_dtype(self, own: str) -> str:
+        """NumPy name of a stored element of KV; `own` is the model's."""
+        return KV_DTYPES.get(self.kv_cache_dtype, own)
+
     def _refuse_what_is_missing(self) -> None:
         if self.tensor_parallel_size < 1:
             raise ConfigError(f"--tensor-parallel-size is at least 1, got {self.tensor_parallel_size}")
         if self.expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError("--expert-parallel divides experts among the devices of --tensor-parallel-size, which is 1; raise it")
-        if self.kv_cache_dtype not in ("auto", "bfloat16", "float32"):
-            raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype} is not supported yet; use auto, bfloat16 or float32")
+        if self.kv_cache_dtype not in ("auto", *KV_DTYPES):
+            raise ConfigError(f"--kv-cache-dtype is one of auto, {', '.join(KV_DTYPES)}, got '{self.kv_cache_dtype}'")
         if kv_offload_config.parse(self.kv_offload, self.cpu_offload_gb).is_wanted and not self.enable_prefix_caching:
             raise ConfigError("--kv-offload keeps cached prefixes; leave out --no-enable-prefix-caching")
         if not self.enable_chunked_prefill:

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo_core.bench import Report
-from octavo_core.specs import KVGroupSpec
 from octavo_engine._src.compose import Built, build
 from octavo_engine._src.device import tree_bytes
 from octavo_engine.config import EngineConfig
+from octavo_kvcache import memory
 
 STREAM_BYTES: Final = 256 * 2**20
 PRODUCT: Final = (256, 4096, 4096)
@@ -60,7 +60,7 @@ def layer_flops(config: Any, tokens: int, context: int) -> float:
 def layer_bytes(built: Built, rows: int, context: int) -> float:
     """Bytes that all layers read for rows that see `context`."""
     programs = built.core.runner.programs
-    stored = sum(_token_bytes(group) for group in programs.groups)
+    stored = sum(memory.token_bytes(group) for group in programs.groups)
     return float(tree_bytes([segment.params for segment in programs.segments]) + rows * context * stored)
 
 
@@ -92,10 +92,6 @@ def _tell(report: Report, name: str, times: list[float], floor_s: float) -> None
     report.add(name, median * 1e3, "ms", len(times))
     report.add(f"{name}_floor", floor_s * 1e3, "ms")
     report.add(f"{name}_of_floor", floor_s / median, "x")
-
-
-def _token_bytes(group: KVGroupSpec) -> int:
-    return 2 * len(group.layers) * group.kv_heads * group.head_dim * jnp.dtype(group.dtype).itemsize
 
 
 def _time(work: Any) -> float:

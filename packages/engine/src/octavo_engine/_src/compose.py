@@ -285,7 +285,7 @@ def _dtype(config: EngineConfig, checkpoint: Checkpoint, on_cpu: bool) -> tuple[
 def _size_cache(
     config: EngineConfig, checkpoint: Checkpoint, model: Model, dtype: str, seqs: int, on_cpu: bool, free_bytes: int, table: Table
 ) -> tuple[tuple[KVGroupSpec, ...], CacheSpec]:
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    kv_dtype = config.kv_dtype(dtype)
     groups = model.kv_groups(block_size=config.block_size, dtype=kv_dtype)
     each = sum(memory.block_bytes(group) for group in groups)
     blocks, why = sizing.num_blocks(config, each, free_bytes, on_cpu=on_cpu)

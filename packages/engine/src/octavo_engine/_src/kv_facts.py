@@ -31,7 +31,7 @@ def kv_facts(
         "model": repr(checkpoint.config),
         "weights": weights,
         "dtype": loaded.dtype,
-        "kv_dtype": loaded.kv_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        "kv_dtype": config.kv_dtype(loaded.kv_dtype),
         "quantization": config.quantization,
         "layers": f"{layer.__module__}.{layer.__qualname__}",
         "packed": int(loaded.is_packed),
