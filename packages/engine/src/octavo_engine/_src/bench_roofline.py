@@ -20,7 +20,6 @@ from octavo_core.bench import Report
 from octavo_engine._src.compose import Built, build
 from octavo_engine._src.device import tree_bytes
 from octavo_engine.config import EngineConfig
-from octavo_kvcache import memory
 
 STREAM_BYTES: Final = 256 * 2**20
 PRODUCT: Final = (256, 4096, 4096)
@@ -60,8 +59,9 @@ def layer_flops(config: Any, tokens: int, context: int) -> float:
 def layer_bytes(built: Built, rows: int, context: int) -> float:
     """Bytes that all layers read for rows that see `context`."""
     programs = built.core.runner.programs
-    stored = sum(memory.token_bytes(group) for group in programs.groups)
-    return float(tree_bytes([segment.params for segment in programs.segments]) + rows * context * stored)
+    spec = built.core.planner.spec
+    stored = tree_bytes(built.core.runner.kv) / (spec.num_blocks[0] * spec.block_size)
+    return tree_bytes([segment.params for segment in programs.segments]) + rows * context * stored
 
 
 def run(report: Report, *, quick: bool) -> None:
