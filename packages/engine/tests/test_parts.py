@@ -203,3 +203,14 @@ def test_doctor_reports_each_fact_and_fails_for_a_missing_model(capsys):
     shown = capsys.readouterr().out
     assert "ok    jax" in shown
     assert "FAIL  model" in shown
+
+
+def test_doctor_says_which_attention_would_serve_and_why_not_those_before_it(checkpoint, capsys):
+    from octavo_engine.commands import doctor
+
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    assert doctor.run(parser.parse_args(["--model", str(checkpoint)])) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("ok    attention"))
+    assert line.split()[2] == attention_backend("auto", (KVGroupSpec("full", (0, 1), 2, 8, "float32", 32),)).name
+    assert "hopper: needs a GPU of compute capability 9.0 (Hopper); JAX sees cpu (cpu)" in line

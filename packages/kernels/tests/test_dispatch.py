@@ -58,10 +58,10 @@ class _Device(NamedTuple):
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (dataclasses.replace(FULL, dtype="float32", head_dim=64), "stores bfloat16"),
+        (dataclasses.replace(FULL, dtype="float32", head_dim=64), "stores bfloat16, float8_e4m3fn, float8_e5m2"),
         (dataclasses.replace(FULL, dtype="bfloat16", head_dim=80), "heads of"),
         (dataclasses.replace(FULL, dtype="bfloat16", head_dim=64, block_size=8), "blocks of"),
-        (LATENT, "full attention"),
+        (LATENT, "full and window attention"),
     ],
 )
 def test_on_a_hopper_gpu_what_the_kernels_cannot_serve_falls_back_with_the_reason(monkeypatch, spec, reason) -> None:
@@ -69,6 +69,22 @@ def test_on_a_hopper_gpu_what_the_kernels_cannot_serve_falls_back_with_the_reaso
     monkeypatch.setattr(jax, "devices", lambda *_: [_Device("gpu", "NVIDIA H200", "9.0")])
     with pytest.raises(ConfigError, match=f"hopper: .*{reason}"):
         attention_backend("hopper", (spec,))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        dataclasses.replace(FULL, dtype="bfloat16", head_dim=256, softcap=50.0),
+        dataclasses.replace(FULL, dtype="bfloat16", head_dim=64, kind="window", window=128, sinks=True),
+        dataclasses.replace(FULL, dtype="float8_e4m3fn", head_dim=128),
+        dataclasses.replace(FULL, dtype="float8_e5m2", head_dim=256),
+    ],
+    ids=str,
+)
+def test_on_a_hopper_gpu_windows_caps_sinks_and_fp8_are_hoppers(monkeypatch, spec) -> None:
+    pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
+    monkeypatch.setattr(jax, "devices", lambda *_: [_Device("gpu", "NVIDIA H200", "9.0")])
+    assert attention_backend("auto", (spec,)).name == "hopper"
 
 
 def test_on_a_hopper_gpu_hopper_serves(monkeypatch) -> None:

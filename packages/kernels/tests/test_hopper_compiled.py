@@ -27,12 +27,19 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=aot.SHIPPED, ids=lambda shape: f"head_dim={shape[0]}-block_size={shape[1]}")
+def _name(variant: tuple[int, int, str, bool]) -> str:
+    head_dim, block_size, stored, has_rules = variant
+    return f"head_dim={head_dim}-block_size={block_size}-{stored}{'-rules' if has_rules else ''}"
+
+
+@pytest.fixture(scope="module", params=aot.SHIPPED, ids=_name)
 def kernels(request, tmp_path_factory):
-    """What was compiled for one head and block size, by kernel."""
+    """What was compiled for one variant, by kernel."""
     path = tmp_path_factory.mktemp("aot") / "kernels.json"
-    head_dim, block_size = map(str, request.param)
-    command = [sys.executable, "-m", "octavo_kernels.aot", "--head-dim", head_dim, "--block-size", block_size, "--json", str(path)]
+    head_dim, block_size, stored, has_rules = request.param
+    command = [sys.executable, "-m", "octavo_kernels.aot", "--json", str(path)]
+    command += ["--head-dim", str(head_dim), "--block-size", str(block_size), "--stored", stored]
+    command += ["--rules", "with" if has_rules else "without"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert path.exists(), done.stderr[-3000:]
     return {kernel["name"]: kernel for kernel in json.loads(path.read_text())}

@@ -18,10 +18,13 @@ from octavo_core.testing import attention
 
 plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
 
+from octavo_kernels import ReferenceAttention  # noqa: E402
+from octavo_kernels._src.fp8 import FP8  # noqa: E402
 from octavo_kernels._src.hopper_attention import HopperAttention  # noqa: E402
 from octavo_kernels._src.hopper_decode import DecodeConfig, partial_results, share_out  # noqa: E402
 from octavo_kernels._src.hopper_merge import merge  # noqa: E402
-from octavo_kernels._src.hopper_prefill import PrefillConfig, cut, prefill  # noqa: E402
+from octavo_kernels._src.hopper_prefill import prefill  # noqa: E402
+from octavo_kernels._src.hopper_tiles import PrefillConfig, cut  # noqa: E402
 from octavo_kernels._src.hopper_tuning import HopperChoices  # noqa: E402
 from octavo_kernels.cases import HOPPER_CASES  # noqa: E402
 
@@ -34,6 +37,9 @@ pytestmark = [
 SMALL = HopperChoices(num_ctas=3, decode_stages=2, prefill_tile_kv=64, prefill_stages=2)
 """Few thread blocks and stages: shares start and end inside rows, and every buffer is used again."""
 POOL = {"kv_heads": 2, "head_dim": 64, "block_size": 16, "scale": 0.125, "num_ctas": 1, "stages": 2, "interpreted": True}
+
+
+FP8_CASES = [case for case in HOPPER_CASES if case.dtype in FP8]
 
 
 def short(case: attention.AttentionCase) -> bool:
@@ -61,12 +67,14 @@ def test_blocks_can_be_carried_elsewhere_as_bytes() -> None:
 
 
 @pytest.mark.slow
-def test_more_query_heads_than_a_tile_has_rows_are_refused_with_the_number() -> None:
-    backend = HopperAttention(interpret=Parameters())
-    case = attention.AttentionCase("many", ((3, 1),), q_heads=65, kv_heads=1, head_dim=64, dtype="bfloat16", q_dtype="bfloat16")
+@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: case.name)
+def test_kernels_and_reference_answer_alike_over_the_same_fp8_elements(case: attention.AttentionCase) -> None:
+    """Both round alike when they write, so what differs is bfloat16 queries and weights: not the type, and not where scales are applied."""
     problem = attention.make_problem(case)
-    with pytest.raises(NotImplementedError, match="at most 64 query heads to a KV head, these are 65"):
-        attention.attend(backend, attention.fill(backend, problem), problem)
+    backends = HopperAttention(choices=SMALL, interpret=Parameters()), ReferenceAttention()
+    got, want = (np.asarray(attention.attend(b, attention.fill(b, problem), problem), np.float64) for b in backends)
+    live = sum(new for _, new in case.rows)
+    assert np.linalg.norm(got[:live] - want[:live]) < 2**-7 * np.linalg.norm(want[:live])
 
 
 def _dense(q, k, v, table, position: int, config, sinks=None) -> np.ndarray:
@@ -105,7 +113,7 @@ def test_decode_keeps_to_its_window_and_cap_and_gives_sinks_their_weight(variant
     k, v = (_hide(pool, table, first, 300) for pool in (k, v))
     context = jnp.array([300], jnp.int32)
     shares = share_out(context, jnp.int32(1), config)
-    partial, lse = partial_results(q, k, v, table, context, shares, config, Parameters())
+    partial, lse = partial_results(q, {"k": k, "v": v}, table, context, shares, config, Parameters())
     for sinks in (None, jnp.linspace(-1.0, 6.0, 8)):
         got = np.asarray(merge(partial, lse, shares.rows, sinks, config, Parameters())[0, :, :4], np.float64)
         want = _dense(q[0], k, v, table, 299, config, sinks)
@@ -152,7 +160,14 @@ def _vectors(tokens: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
 def _decode(config: DecodeConfig, interpret) -> tuple[jax.Array, jax.Array]:
     q, k, v, table = _vectors(1)
     context = jnp.array([300], jnp.int32)
-    return partial_results(q, k, v, table, context, share_out(context, jnp.int32(1), config), config, interpret)
+    return partial_results(q, _pools(config, k, v), table, context, share_out(context, jnp.int32(1), config), config, interpret)
+
+
+def _pools(config: DecodeConfig | PrefillConfig, k: jax.Array, v: jax.Array) -> dict[str, jax.Array]:
+    """As a configuration wants them; with scales of 1 where there are some."""
+    pools = {"k": k.astype(config.stored), "v": v.astype(config.stored)}
+    ones = jnp.ones(k.shape[:3], jnp.float32)
+    return pools | ({"k_scale": ones, "v_scale": ones} if config.has_scales else {})
 
 
 def _prefill(config: PrefillConfig, interpret, *pools: jax.Array) -> jax.Array:
@@ -163,21 +178,30 @@ def _prefill(config: PrefillConfig, interpret, *pools: jax.Array) -> jax.Array:
     batch = AttentionBatch(
         positions, jnp.array([0, 40], jnp.int32), jnp.array([300], jnp.int32), table, positions, jnp.int32(0), one
     )
-    return prefill(q, k, v, table, cut(batch, 40, config), config, interpret)
+    sinks = jnp.zeros((2, 4)) if config.sinks else None
+    return prefill(q, _pools(config, k, v), table, cut(batch, 40, config), sinks, config, interpret)
 
 
 DECODE = DecodeConfig(group=4, **POOL)
 PREFILL = PrefillConfig(group=4, tile_kv=64, **POOL)
 
 
+FP8_DECODE, FP8_PREFILL = (
+    dataclasses.replace(config, stored="float8_e4m3fn", **more)
+    for config, more in ((DECODE, {}), (PREFILL, {"take_turns": False, "sinks": True}))
+)
+RUNS = [(_decode, DECODE), (_prefill, PREFILL), (_decode, FP8_DECODE), (_prefill, FP8_PREFILL)]
+NAMES = ["decode", "prefill", "decode of FP8", "prefill of FP8 with sinks"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("run", "config"), [(_decode, DECODE), (_prefill, PREFILL)], ids=["decode", "prefill"])
+@pytest.mark.parametrize(("run", "config"), RUNS, ids=NAMES)
 def test_no_kernel_has_a_race(races, run, config) -> None:
     assert not races(lambda parameters: run(config, parameters))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("run", "config"), [(_decode, DECODE), (_prefill, PREFILL)], ids=["decode", "prefill"])
+@pytest.mark.parametrize(("run", "config"), RUNS, ids=NAMES)
 def test_a_copy_into_a_buffer_still_in_use_is_found(races, run, config) -> None:
     assert races(lambda parameters: run(dataclasses.replace(config, free_too_early=True), parameters))
 

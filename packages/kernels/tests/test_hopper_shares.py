@@ -14,7 +14,7 @@ from octavo_core.seams import AttentionBatch
 pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
 
 from octavo_kernels._src.hopper_decode import DecodeConfig, share_out
-from octavo_kernels._src.hopper_prefill import PrefillConfig, cut
+from octavo_kernels._src.hopper_tiles import PrefillConfig, cut
 from octavo_kernels.cases import SPEED_CASES
 
 ROWS = 6

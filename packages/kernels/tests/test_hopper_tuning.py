@@ -11,9 +11,10 @@ import pytest
 
 pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
 
+from octavo_kernels._src.fp8 import FP8
 from octavo_kernels._src.hopper_attention import BLOCK_SIZES, HEAD_DIMS
-from octavo_kernels._src.hopper_prefill import PrefillConfig
-from octavo_kernels._src.hopper_tuning import HopperChoices, _table, candidates, configs
+from octavo_kernels._src.hopper_tiles import PrefillConfig
+from octavo_kernels._src.hopper_tuning import HopperChoices, Rules, _table, candidates, configs
 from octavo_kernels._src.mosaic import MAX_SMEM_BYTES
 from octavo_kernels.cases import SPEED_CASES, SpeedCase
 
@@ -24,10 +25,17 @@ NOISE = 1.02
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("group", [1, 3, 4, 8, 12, 64])
+@pytest.mark.parametrize("stored", ["bfloat16", *FP8])
+@pytest.mark.parametrize("group", [1, 3, 12, 64, 71, 128])
 @pytest.mark.parametrize("device", ["", "NVIDIA H200"])
-def test_every_shipped_configuration_fits_a_multiprocessor(head_dim: int, block_size: int, group: int, device: str) -> None:
-    for config in configs(group, (1, 8, block_size, head_dim), 1.0, device_kind=device):
+@pytest.mark.parametrize("sinks", [False, True])
+def test_every_shipped_configuration_fits_a_multiprocessor(
+    head_dim: int, block_size: int, stored: str, group: int, device: str, sinks: bool
+) -> None:
+    rules = Rules(sinks=sinks)
+    for config in configs(group, (1, 8, block_size, head_dim), 1.0, rules=rules, stored=stored, device_kind=device):
+        assert (config.kv_heads, config.fold) == (8 * config.fold, -(-group // 64))
+        assert group <= config.fold * config.group < group + config.fold
         assert config.smem_bytes() <= MAX_SMEM_BYTES
         assert config.tile_kv % block_size == 0
         assert config.stages % 2 == 0 or isinstance(config, PrefillConfig)

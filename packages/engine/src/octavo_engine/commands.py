@@ -10,7 +10,7 @@ import shutil
 import sys
 
 from octavo_core.config import add_arguments, from_namespace, parse_int
-from octavo_core.errors import OctavoError, RequestError
+from octavo_core.errors import ConfigError, OctavoError, RequestError
 from octavo_engine.config import EngineConfig
 
 
@@ -167,7 +167,8 @@ class Doctor:
         problems = 0
         for name, check in (("python", _python), ("packages", _packages), ("jax", _jax), ("memory", _memory), ("cache", _cache)):
             problems += _report(name, check)
-        return min(1, problems + _report("model", lambda: _model(options.model)))
+        missing = _report("model", lambda: _model(options.model))
+        return min(1, problems + (missing or _report("attention", lambda: _attention(options.model))))
 
 
 def _report(name: str, check: object) -> int:
@@ -216,6 +217,19 @@ def _model(name: str | None) -> str:
 
     checkpoint = resolve(name, offline=name is None)
     return f"{checkpoint.name}: {checkpoint.config.architecture}, {checkpoint.config.num_layers} layers, at {checkpoint.path}"
+
+
+def _attention(name: str | None) -> str:
+    """Which kernels would serve the model, and why not those asked before them."""
+    from octavo_engine._src.inspect_model import SERVES, inspect
+
+    told = inspect(name, offline=name is None).attention
+    serving = next((backend for backend, answer in told.items() if answer == SERVES), None)
+    before = [f"{backend}: {answer}" for backend, answer in told.items() if answer != SERVES]
+    if serving is None:
+        raise ConfigError(f"no backend serves this model ({'; '.join(before)})")
+    passed = [f"{backend}: {told[backend]}" for backend in list(told)[: list(told).index(serving)]]
+    return f"{serving} ({'; '.join(passed) or 'first in order that can serve'})"
 
 
 generate = Generate()

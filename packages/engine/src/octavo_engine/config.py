@@ -24,6 +24,7 @@ KV_DTYPES: Final = {
     "fp8_e5m2": "float8_e5m2",
 }
 """NumPy name of what each `--kv-cache-dtype` stores."""
+KV_DTYPE_HELP: Final = "Type of stored KV; auto: the model's; the fp8 ones (fp8 is fp8_e4m3) with a scale for each token and head"
 MAX_TENANTS: Final = 64
 """Tenants told apart by a fair schedule that was given no weights; those beyond count as the last."""
 
@@ -59,13 +60,7 @@ class EngineConfig:
     gpu_memory_utilization: float = option(0.9, "Share of free device memory for weights and KV, 0..1", group=CACHE)
     kv_cache_memory_bytes: int = option(0, "Bytes of the KV pool, such as 512M; overrides the share", group=CACHE)
     num_gpu_blocks_override: int = option(0, "KV blocks, whatever the memory", group=CACHE)
-    kv_cache_dtype: str = option(
-        "auto",
-        "Type of stored KV: auto (the model's), bfloat16, float32; or 8 bits with a scale for each token and head: fp8 (e4m3), "
-        "fp8_e4m3, fp8_e5m2",
-        group=CACHE,
-        choices=("auto", *KV_DTYPES),
-    )
+    kv_cache_dtype: str = option("auto", KV_DTYPE_HELP, group=CACHE, choices=("auto", *KV_DTYPES))
     enable_prefix_caching: bool = option(True, "Reuse KV of equal prefixes", group=CACHE)
     kv_events_config: str | None = option(
         None, 'Publish KV events over ZeroMQ: JSON such as {"enable_kv_cache_events": true}', group=CACHE, metavar="JSON"
@@ -187,7 +182,6 @@ class EngineConfig:
         for name in _COUNTS:
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} is at least 0, got {getattr(self, name)}")
-
         if not self.max_queue_s >= 0:
             raise ConfigError(f"--max-queue-s is at least 0, got {self.max_queue_s}")
         self.weights()

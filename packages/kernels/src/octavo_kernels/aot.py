@@ -1,4 +1,4 @@
-"""Compiles the Hopper kernels for an H200 on a machine without a GPU: `python -m octavo_kernels.aot [--head-dim 64 128] [--json FILE]`.
+"""Compiles the Hopper kernels for an H200 on a machine without a GPU: `python -m octavo_kernels.aot [--head-dim 64 128 256] [--json FILE]`.
 
 Prints registers, spilled bytes, shared memory and the instructions that matter of each shipped configuration. Static figures: they say
 that a kernel can launch and uses the units it should, and nothing about its speed.
@@ -20,27 +20,35 @@ from typing import Final
 PACKAGES: Final = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-nvdisasm")
 """What compiling for a GPU takes where there is none; the first two at JAX's own version."""
 
-SHIPPED: Final = tuple((head_dim, block_size) for head_dim in (64, 128) for block_size in (16, 32, 64))
-"""Head and block sizes the kernels serve."""
 GROUPS: Final = {16: 3, 32: 8, 64: 4}
 """Query heads to a KV head that each block size is compiled with."""
+SHIPPED: Final = (
+    *((head_dim, block_size, "bfloat16", False) for head_dim in (64, 128, 256) for block_size in (16, 32, 64)),
+    *((head_dim, 32, stored, False) for stored in ("float8_e4m3fn", "float8_e5m2") for head_dim in (64, 128, 256)),
+    *((head_dim, 32, stored, True) for stored in ("bfloat16", "float8_e4m3fn") for head_dim in (64, 128, 256)),
+)
+"""Head size, block size, element type, and whether with a window, a soft cap and sinks: what is compiled for one, the kernels serve."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile, print, and answer 1 if a configuration cannot launch or spills."""
     parser = argparse.ArgumentParser(prog="octavo_kernels.aot", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--block-size", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--stored", nargs="+", default=["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+    parser.add_argument("--rules", choices=("all", "with", "without"), default="all", help="a window, a soft cap and sinks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a list with one object a kernel")
     args = parser.parse_args(argv)
     if os.environ.get("JAX_PLATFORMS") != "cpu" or "MOSAIC_GPU_DUMP_TO" not in os.environ:
         return _again_without_gpu(argv)
-    from octavo_kernels._src.aot_compile import Kernel, compile_configuration
+    from octavo_kernels._src.aot_compile import Kernel, Variant, compile_variant
 
     found: list[Kernel] = []
-    for head_dim, block_size in SHIPPED:
-        if head_dim in args.head_dim and block_size in args.block_size:
-            found += compile_configuration(head_dim, block_size, GROUPS[block_size], Path(os.environ["MOSAIC_GPU_DUMP_TO"]))
+    wanted = {"all": (True, False), "with": (True,), "without": (False,)}[args.rules]
+    for head_dim, block_size, stored, has_rules in SHIPPED:
+        if head_dim in args.head_dim and block_size in args.block_size and stored in args.stored and has_rules in wanted:
+            variant = Variant(head_dim, block_size, GROUPS[block_size], stored, has_rules)
+            found += compile_variant(variant, Path(os.environ["MOSAIC_GPU_DUMP_TO"]))
             for kernel in found[-3:]:
                 print(kernel.line(), flush=True)
     if args.json:

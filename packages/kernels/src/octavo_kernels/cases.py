@@ -7,7 +7,7 @@ serving is, and are checked against the float32 reference at a sample of their t
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+from typing import Any, Final
 
 from octavo_core.testing.attention import CASES, AttentionCase
 
@@ -15,10 +15,11 @@ EDGES: Final = (0, 14, 15, 16, 62, 63, 64, 126, 127, 128, 299)
 """Tokens in memory before one more: contexts of 1, around a block, around a tile, over several tiles."""
 
 
-def _case(name: str, rows: tuple[tuple[int, int], ...], **shape: int) -> AttentionCase:
-    return AttentionCase(name, rows, dtype="bfloat16", q_dtype="bfloat16", **shape)  # type: ignore[arg-type]
+def _case(name: str, rows: tuple[tuple[int, int], ...], *, dtype: str = "bfloat16", **shape: Any) -> AttentionCase:
+    return AttentionCase(name, rows, dtype=dtype, q_dtype="bfloat16", **shape)
 
 
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 _SINGLES: Final = tuple((old, 1) for old in EDGES)
 _CHUNKS: Final = ((40, 1), (127, 1), (0, 130), (61, 3), (64, 64), (190, 33))
 
@@ -35,6 +36,30 @@ HOPPER_CASES: Final = (
     _case("chunks beside decode, 3 query heads", _CHUNKS, q_heads=6, kv_heads=2, head_dim=64, block_size=64, spare_tokens=9),
     _case("chunks beside decode, blocks of 64", _CHUNKS, q_heads=4, kv_heads=4, head_dim=128, block_size=64, spare_tokens=9),
     _case("prompts only", ((0, 257), (300, 100)), q_heads=8, kv_heads=2, head_dim=128, block_size=32),
+    _case("heads of 256", _CHUNKS, q_heads=4, kv_heads=2, head_dim=256, block_size=32, spare_tokens=9),
+    _case("decode, heads of 256", _SINGLES, q_heads=2, kv_heads=1, head_dim=256, block_size=64, spare_rows=5),
+    _case("71 query heads to one KV head", ((40, 1), (61, 3), (5, 20)), q_heads=71, kv_heads=1, head_dim=64, block_size=16),
+    _case("a window", _CHUNKS, q_heads=4, kv_heads=2, head_dim=64, block_size=16, kind="window", window=50),
+    _case(
+        "decode in a window", _SINGLES, q_heads=8, kv_heads=2, head_dim=64, block_size=32, kind="window", window=100, spare_rows=5
+    ),
+    _case("a window with sinks", _CHUNKS, q_heads=8, kv_heads=2, head_dim=64, block_size=32, kind="window", window=128, sinks=True),
+    _case("sinks, 71 query heads to one KV head", ((40, 1), (61, 3), (5, 20)), q_heads=71, kv_heads=1, head_dim=64, sinks=True),
+    _case("a soft cap, heads of 256", ((40, 1), (61, 30)), q_heads=4, kv_heads=2, head_dim=256, block_size=32, softcap=1.5),
+    _case("e4m3, decode at the edges of blocks and tiles", _SINGLES, dtype=E4M3, q_heads=8, kv_heads=2, head_dim=128, spare_rows=5),
+    _case("e4m3, chunks beside decode", _CHUNKS, dtype=E4M3, q_heads=8, kv_heads=2, head_dim=64, block_size=32, spare_tokens=9),
+    _case("e5m2, chunks beside decode", _CHUNKS, dtype=E5M2, q_heads=4, kv_heads=1, head_dim=128, block_size=64, spare_tokens=9),
+    _case(
+        "e4m3, a window with sinks, heads of 256",
+        ((70, 1), (61, 30)),
+        dtype=E4M3,
+        q_heads=2,
+        kv_heads=1,
+        head_dim=256,
+        kind="window",
+        window=50,
+        sinks=True,
+    ),
     *(case for case in CASES if case.dtype == case.q_dtype == "bfloat16" and case.head_dim in (64, 128)),
 )
 
@@ -47,6 +72,8 @@ class SpeedCase:
         name: Stable: comparisons hang on it.
         rows: (tokens already in memory, new tokens) of each row; rows with one new token first.
         q_heads, kv_heads, head_dim, block_size: Shapes.
+        dtype: Of stored KV; FP8 has scales.
+        window: Tokens looked back, or None.
     """
 
     name: str
@@ -55,6 +82,8 @@ class SpeedCase:
     kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 32
+    dtype: str = "bfloat16"
+    window: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -63,17 +92,19 @@ class SpeedCase:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of bfloat16 K and V that a step must read at least once."""
-        return sum(old + new for old, new in self.rows) * self.kv_heads * self.head_dim * 4
+        """Bytes of K and V, scales included, that a step must read at least once."""
+        each = 2 * self.kv_heads * (self.head_dim * 2 if self.dtype == "bfloat16" else self.head_dim + 4)
+        return sum(min(old + new, new + (self.window or old + new) - 1) for old, new in self.rows) * each
 
     @property
     def flops(self) -> int:
         """Multiplications and additions of visible pairs, in both products."""
-        pairs = sum(new * old + new * (new + 1) // 2 for old, new in self.rows)
+        far = self.window or max(old + new for old, new in self.rows)
+        pairs = sum(min(position + 1, far) for old, new in self.rows for position in range(old, old + new))
         return 4 * pairs * self.q_heads * self.head_dim
 
 
-def _decode(rows: int, context: int, **shape: int) -> SpeedCase:
+def _decode(rows: int, context: int, **shape: Any) -> SpeedCase:
     marks = "".join(f"/{key}={value}" for key, value in shape.items())
     return SpeedCase(f"decode/rows={rows}/context={context}{marks}", ((context - 1, 1),) * rows, **shape)
 
@@ -92,6 +123,12 @@ SPEED_CASES: Final = (
     _decode(64, 4096, q_heads=24, head_dim=64),
     _decode(256, 1024),
     _decode(128, 8192),
+    _decode(64, 4096, head_dim=256, q_heads=16, kv_heads=4),
+    _decode(64, 4096, window=1024),
+    _decode(64, 4096, dtype=E4M3),
+    _decode(64, 1024, dtype=E4M3),
+    _decode(64, 4096, dtype=E5M2),
+    _decode(64, 4096, dtype=E4M3, head_dim=64, q_heads=24),
     _uneven(64, 16384),
     _decode(8, 32768),
     _decode(1, 4096),
@@ -100,6 +137,9 @@ SPEED_CASES: Final = (
     SpeedCase("prefill/rows=4/query=2048", ((0, 2048),) * 4),
     SpeedCase("prefill/rows=1/query=2048/context=32768", ((32768 - 2048, 2048),)),
     SpeedCase("prefill/rows=1/query=8192/head_dim=64", ((0, 8192),), head_dim=64),
+    SpeedCase("prefill/rows=1/query=8192/head_dim=256", ((0, 8192),), q_heads=16, kv_heads=4, head_dim=256),
+    SpeedCase("prefill/rows=1/query=8192/window=1024", ((0, 8192),), window=1024),
+    SpeedCase("prefill/rows=1/query=8192/dtype=float8_e4m3fn", ((0, 8192),), dtype=E4M3),
     SpeedCase("mixed/rows=64/context=4096/query=1024", ((4095, 1),) * 63 + ((1024, 1024),)),
 )
 QUICK: Final = ("decode/rows=64/context=4096", "prefill/rows=1/query=8192")

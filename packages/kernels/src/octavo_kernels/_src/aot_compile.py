@@ -24,8 +24,9 @@ from jax.experimental import topologies
 from octavo_core.seams import AttentionBatch
 from octavo_kernels._src.hopper_decode import partial_results, share_out
 from octavo_kernels._src.hopper_merge import merge
-from octavo_kernels._src.hopper_prefill import cut, prefill
-from octavo_kernels._src.hopper_tuning import configs
+from octavo_kernels._src.hopper_prefill import prefill
+from octavo_kernels._src.hopper_tiles import cut
+from octavo_kernels._src.hopper_tuning import Rules, configs
 from octavo_kernels._src.mosaic import MAX_SMEM_BYTES
 
 ARCH: Final = "sm_90a"
@@ -34,11 +35,27 @@ OPCODES: Final = ("UTMALDG", "UTMASTG", "UBLKCP", "HGMMA", "QGMMA", "USETMAXREG"
 ROWS, MAX_BLOCKS, TOKENS, KV_HEADS = 8, 64, 256, 8
 
 
+class Variant(NamedTuple):
+    """What the kernels can be compiled for.
+
+    Attributes:
+        head_dim, block_size, group: Shapes; `group` query heads to a KV head.
+        stored: Element type of the pool.
+        has_rules: With a window, a soft cap and sinks.
+    """
+
+    head_dim: int
+    block_size: int
+    group: int
+    stored: str = "bfloat16"
+    has_rules: bool = False
+
+
 class Kernel(NamedTuple):
     """What was compiled.
 
     Attributes:
-        name, head_dim, block_size, group: Which.
+        name, head_dim, block_size, group, stored, has_rules: Which.
         registers: Of a thread when the kernel starts.
         spilled_bytes: Written to memory for want of registers.
         smem_bytes: Shared memory Mosaic asks for, without barriers.
@@ -50,6 +67,8 @@ class Kernel(NamedTuple):
     head_dim: int
     block_size: int
     group: int
+    stored: str
+    has_rules: bool
     registers: int
     spilled_bytes: int
     smem_bytes: int
@@ -63,31 +82,49 @@ class Kernel(NamedTuple):
 
     def line(self) -> str:
         """For people."""
-        shape = f"head_dim={self.head_dim} block_size={self.block_size} group={self.group}"
+        shape = f"head_dim={self.head_dim} block_size={self.block_size} group={self.group} {self.stored}"
+        shape += " rules" if self.has_rules else ""
         counts = " ".join(f"{name}={count}" for name, count in self.opcodes.items())
-        return f"{self.name:16} {shape:38} registers={self.registers} spilled={self.spilled_bytes} smem={self.smem_bytes} {counts}"
+        return f"{self.name:16} {shape:62} registers={self.registers} spilled={self.spilled_bytes} smem={self.smem_bytes} {counts}"
 
 
-def compile_configuration(head_dim: int, block_size: int, group: int, dump: Path) -> list[Kernel]:
-    """Compile the three kernels as `HopperAttention` would run them."""
+RULES: Final = Rules(window=1000, softcap=30.0, sinks=True)
+
+
+def traced(variant: Variant) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
+    """A function that calls the three kernels as `HopperAttention` does, the shapes of its arguments, and each kernel's shared memory."""
+    head_dim, block_size, group, stored, has_rules = variant
     pool = (KV_HEADS * MAX_BLOCKS, KV_HEADS, block_size, head_dim)
-    decode, long = configs(group, pool, head_dim**-0.5)
+    decode, long = configs(group, pool, head_dim**-0.5, rules=RULES if has_rules else Rules(), stored=stored)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, batch: AttentionBatch) -> tuple[jax.Array, jax.Array]:
+    def attend(
+        q: jax.Array, kv: dict[str, jax.Array], batch: AttentionBatch, sinks: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
         shares = share_out(batch.context_len, batch.num_single, decode)
-        partial, lse = partial_results(q, k, v, batch.block_table, batch.context_len, shares, decode)
-        tiles = cut(batch, TOKENS, long)
-        return merge(partial, lse, shares.rows, None, decode), prefill(q, k, v, batch.block_table, tiles, long)
+        partial, lse = partial_results(q, kv, batch.block_table, batch.context_len, shares, decode)
+        flat = None if sinks is None else sinks.reshape(-1)
+        answers = prefill(q, kv, batch.block_table, cut(batch, TOKENS, long), sinks, long)
+        return merge(partial, lse, shares.rows, flat, decode), answers
 
+    low: Any = jax.ShapeDtypeStruct
+    kv = {name: low(pool, stored) for name in ("k", "v")}
+    if decode.has_scales:
+        kv |= {name: low(pool[:3], jnp.float32) for name in ("k_scale", "v_scale")}
+    q = low((TOKENS, decode.kv_heads, decode.group, head_dim), jnp.bfloat16)
+    sizes = (TOKENS,), (ROWS + 1,), (ROWS,), (ROWS, MAX_BLOCKS), (TOKENS,), (), ()
+    batch = AttentionBatch(*(low(size, jnp.int32) for size in sizes))
+    sinks = low((decode.kv_heads, decode.group), jnp.float32) if has_rules else None
+    planned = {"octavo_decode": decode.smem_bytes(), "octavo_merge": 0, "octavo_prefill": long.smem_bytes()}
+    return attend, (q, kv, batch, sinks), planned
+
+
+def compile_variant(variant: Variant, dump: Path) -> list[Kernel]:
+    """Compile the three kernels."""
+    attend, args, planned = traced(variant)
     for old in dump.iterdir():
         old.unlink()
-    low = jax.ShapeDtypeStruct
-    vectors = (low((TOKENS, KV_HEADS, group, head_dim), jnp.bfloat16), low(pool, jnp.bfloat16), low(pool, jnp.bfloat16))  # type: ignore[no-untyped-call]
-    sizes = AttentionBatch((TOKENS,), (ROWS + 1,), (ROWS,), (ROWS, MAX_BLOCKS), (TOKENS,), (), ())  # type: ignore[arg-type]
-    batch = AttentionBatch(*(low(size, jnp.int32) for size in sizes))  # type: ignore[arg-type, call-overload, no-untyped-call]
-    _compile(attend, *vectors, batch)
-    planned = {"octavo_decode": decode.smem_bytes(), "octavo_merge": 0, "octavo_prefill": long.smem_bytes()}
-    return [_kernel(name, (head_dim, block_size, group), bytes_, dump) for name, bytes_ in planned.items()]
+    _compile(attend, *args)
+    return [_kernel(name, variant, bytes_, dump) for name, bytes_ in planned.items()]
 
 
 def _compile(function: Any, *args: Any) -> None:
@@ -102,7 +139,7 @@ def _compile(function: Any, *args: Any) -> None:
     jax.jit(function).trace(*placed).lower().compile()
 
 
-def _kernel(name: str, shape: tuple[int, int, int], planned: int, dump: Path) -> Kernel:
+def _kernel(name: str, variant: Variant, planned: int, dump: Path) -> Kernel:
     (ptx,) = dump.glob(f"{name}_*.ptx")
     cubin = ptx.with_suffix(".cubin")
     ptxas = subprocess.run([_tool("ptxas"), f"-arch={ARCH}", "-v", ptx, "-o", cubin], capture_output=True, text=True, check=True)
@@ -113,7 +150,7 @@ def _kernel(name: str, shape: tuple[int, int, int], planned: int, dump: Path) ->
     smem = re.search(r"smem_scratch_bytes=(\d+)", resources.read_text()) if resources.exists() else None
     return Kernel(
         name,
-        *shape,
+        *variant,
         registers=int(re.findall(r"Used (\d+) registers", log)[-1]),
         spilled_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", log))),
         smem_bytes=int(smem[1]) if smem else planned,

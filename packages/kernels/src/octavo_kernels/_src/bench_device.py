@@ -99,7 +99,7 @@ def _programs(step: Step, choices: HopperChoices) -> tuple[Any, Any]:
     backend = HopperAttention(choices=choices)
 
     def once(q: jax.Array, kv: Any, batch: Any) -> jax.Array:
-        return backend.attend(kv, 0, q, batch, scale=step.scale)
+        return backend.attend(kv, 0, q, batch, scale=step.scale, **step.rules)
 
     return _compiled(once, step), _compiled(_chain(once), step)
 
@@ -129,13 +129,16 @@ def _add_times(report: Report, name: str, case: SpeedCase, seconds: float, copy:
 def _sweep(case: SpeedCase) -> dict[str, HopperChoices]:
     """Every configuration that can launch."""
     pool = (1, case.kv_heads, case.block_size, case.head_dim)
-    return dict(candidates(case.q_heads // case.kv_heads, pool, "decode" if case.name.startswith("decode") else "prefill"))
+    kernel = "decode" if case.name.startswith("decode") else "prefill"
+    return dict(candidates(case.q_heads // case.kv_heads, pool, kernel, case.dtype))
 
 
 def _time_others(report: Report, case: SpeedCase, copy: float, rounds: int) -> None:
     """JAX's paged kernel for decode; cuDNN's dense attention, which reads no table, for prompts."""
     contexts = {old + new for old, new in case.rows}
     try:
+        if case.window is not None or case.dtype != "bfloat16":
+            return
         if case.name.startswith("decode") and len(contexts) == 1:
             name, call, step = f"{case.name}/jax pallas-triton", *_jax_paged(case)
         elif case.name.startswith("prefill") and all(old == 0 for old, _ in case.rows):

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo_core.seams import AttentionBatch
+from octavo_kernels._src.fp8 import FP8, quantise
 from octavo_kernels._src.pools import Pools
-from octavo_kernels._src.reference_attention import ReferenceAttention
+from octavo_kernels._src.reference_attention import ReferenceAttention, ScaledKV
 from octavo_kernels.cases import SpeedCase
 
 ROUND_S = 0.1
@@ -37,6 +38,11 @@ class Step(NamedTuple):
     def scale(self) -> float:
         """Usual scale of a head."""
         return float(self.case.head_dim) ** -0.5
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """What attention is told beside it."""
+        return {} if self.case.window is None else {"window": self.case.window}
 
 
 def make_step(case: SpeedCase, *, seed: int = 0) -> Step:
@@ -63,7 +69,11 @@ def _vectors(case: SpeedCase, num_blocks: int, seed: int) -> tuple[jax.Array, Po
     normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
     pool = (num_blocks, case.kv_heads, case.block_size, case.head_dim)
     k, v = (normal(key, pool, jnp.bfloat16) for key in keys[:2])
-    return normal(keys[2], (case.num_tokens, case.q_heads, case.head_dim), jnp.bfloat16), Pools((k,), (v,))
+    q = normal(keys[2], (case.num_tokens, case.q_heads, case.head_dim), jnp.bfloat16)
+    if case.dtype not in FP8:
+        return q, Pools((k,), (v,))
+    (k, k_scale), (v, v_scale) = (jax.jit(quantise, static_argnums=1)(x, case.dtype) for x in (k, v))
+    return q, Pools((k,), (v,), (k_scale,), (v_scale,))
 
 
 def check_sample(step: Step, answers: jax.Array, *, seed: int = 0) -> float:
@@ -77,7 +87,9 @@ def check_sample(step: Step, answers: jax.Array, *, seed: int = 0) -> float:
     tokens = np.unique(np.concatenate([rng.integers(0, case.num_tokens, SAMPLE), [0, case.num_tokens - 1]]))
     rows = np.searchsorted(np.asarray(step.batch.query_start)[1:], tokens, side="right")
     oracle = ReferenceAttention()
-    memory = jnp.stack([step.kv.k[0], step.kv.v[0]])[None].swapaxes(3, 4)
+    memory: Any = jnp.stack([step.kv.k[0], step.kv.v[0]])[None].swapaxes(3, 4)
+    if step.kv.k_scale:
+        memory = ScaledKV(memory, jnp.stack([step.kv.k_scale[0], step.kv.v_scale[0]])[None].swapaxes(3, 4))
     positions = step.batch.positions[tokens]
     count = jnp.int32(len(tokens))
     batch = AttentionBatch(
@@ -89,7 +101,7 @@ def check_sample(step: Step, answers: jax.Array, *, seed: int = 0) -> float:
         count,
         count,
     )
-    want = jax.jit(functools.partial(oracle.attend, layer=0, scale=step.scale))(
+    want = jax.jit(functools.partial(oracle.attend, layer=0, scale=step.scale, **step.rules))(
         memory, q=step.q[tokens].astype(jnp.float32), batch=batch
     )
     got = answers[tokens].astype(jnp.float32)

@@ -31,18 +31,24 @@ def quantise(
     return jnp.clip(wide / scale[..., None], -limit, limit).astype(dtype), scale
 
 
+def floating(dtype: Any) -> str:
+    """Name of the floating type that elements stored as `dtype` are of."""
+    name = jnp.dtype(dtype).name
+    return _FLOATS.get(name, name)
+
+
 def to_bits(x: Float[Array, "..."], dtype: Any) -> Shaped[Array, "..."]:
     """Store as `dtype`: a floating type, or the integer of `BITS` that stands for one."""
-    floating = _FLOATS.get(jnp.dtype(dtype).name)
-    return x.astype(dtype) if floating is None else lax.bitcast_convert_type(x.astype(floating), dtype)
+    name = floating(dtype)
+    return x.astype(dtype) if name == jnp.dtype(dtype).name else lax.bitcast_convert_type(x.astype(name), dtype)
 
 
 def from_bits(x: Shaped[Array, "..."]) -> Float32[Array, "..."]:
     """The inverse, in float32."""
-    floating = _FLOATS.get(x.dtype.name)
-    if floating == "bfloat16":
+    name = floating(x.dtype)
+    if x.dtype == jnp.uint16:
         return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
-    return (x if floating is None else lax.bitcast_convert_type(x, jnp.dtype(floating))).astype(jnp.float32)
+    return (x if name == x.dtype.name else lax.bitcast_convert_type(x, jnp.dtype(name))).astype(jnp.float32)
 
 
 def token_bytes(kv_heads: int, head_dim: int, dtype: str) -> int:

@@ -9,20 +9,23 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float, Int32, UInt8
+from jaxtyping import Array, BFloat16, Float, Float32, Int32, UInt8
 
 from octavo_core.seams import AttentionBatch
 from octavo_core.specs import KVGroupSpec
+from octavo_kernels._src.fp8 import FP8
 from octavo_kernels._src.hopper import multiprocessors, require_hopper
 from octavo_kernels._src.hopper_decode import DecodeConfig, partial_results, share_out
 from octavo_kernels._src.hopper_merge import merge
-from octavo_kernels._src.hopper_prefill import cut, prefill
-from octavo_kernels._src.hopper_tuning import HopperChoices, configs
+from octavo_kernels._src.hopper_prefill import prefill
+from octavo_kernels._src.hopper_tiles import cut
+from octavo_kernels._src.hopper_tuning import HopperChoices, Rules, configs
 from octavo_kernels._src.pools import Pools, gather_blocks, new_pools, scatter_blocks, write_pools
 
-HEAD_DIMS: Final = (64, 128)
+HEAD_DIMS: Final = (64, 128, 256)
 BLOCK_SIZES: Final = (16, 32, 64)
-MAX_GROUP: Final = 64
+KINDS: Final = ("full", "window")
+STORED: Final = ("bfloat16", *FP8)
 
 
 class HopperAttention:
@@ -52,17 +55,17 @@ class HopperAttention:
         Raises:
             NotImplementedError: For groups, element types, head sizes and block sizes the kernels do not serve.
         """
-        if spec.kind != "full":
-            raise NotImplementedError(f"hopper attention serves full attention, this group is '{spec.kind}'")
-        if spec.softcap is not None or spec.sinks:
-            raise NotImplementedError("hopper attention serves groups without soft cap and sinks, this one has them")
-        if spec.dtype != "bfloat16":
-            raise NotImplementedError(f"hopper attention stores bfloat16, this group wants {spec.dtype}; set --dtype bfloat16")
+        if spec.kind not in KINDS:
+            raise NotImplementedError(f"hopper attention serves {' and '.join(KINDS)} attention, this group is '{spec.kind}'")
+        if spec.dtype not in STORED:
+            raise NotImplementedError(
+                f"hopper attention stores {', '.join(STORED)}, this group wants {spec.dtype}; set --dtype bfloat16 or --kv-cache-dtype"
+            )
         if spec.head_dim not in HEAD_DIMS:
             raise NotImplementedError(f"hopper attention serves heads of {HEAD_DIMS} elements, these have {spec.head_dim}")
         if spec.block_size not in BLOCK_SIZES:
             raise NotImplementedError(f"hopper attention serves blocks of {BLOCK_SIZES} tokens, these hold {spec.block_size}")
-        return new_pools(spec, num_blocks, jnp.bfloat16)
+        return new_pools(spec, num_blocks, spec.dtype)
 
     def write(
         self,
@@ -90,37 +93,44 @@ class HopperAttention:
         """Causal attention. Queries are rounded to bfloat16.
 
         Cost: rows with one new token read the KV they can see once; longer rows once per tile of queries.
-
-        Raises:
-            NotImplementedError: For more than 64 query heads to a KV head, or a window, soft cap or sinks.
         """
-        if window is not None or softcap is not None or sinks is not None:
-            raise NotImplementedError("hopper attention serves full attention without soft cap and sinks")
-        k, v = kv.k[layer], kv.v[layer]
-        group = q.shape[1] // k.shape[1]
-        if group > MAX_GROUP:
-            raise NotImplementedError(f"hopper attention serves at most {MAX_GROUP} query heads to a KV head, these are {group}")
-        low = q.astype(jnp.bfloat16)
+        pools = {name: pool[layer] for name, pool in kv._asdict().items() if pool}
+        _, kv_heads, _, head_dim = pools["k"].shape
+        group = q.shape[1] // kv_heads
         decode, long = configs(
-            group, k.shape, scale, self._choices, device_kind=self._device_kind, interpreted=self._interpret is not None
+            group,
+            pools["k"].shape,
+            scale,
+            self._choices,
+            rules=Rules(window, softcap, sinks is not None),
+            stored=pools["k"].dtype.name,
+            device_kind=self._device_kind,
+            interpreted=self._interpret is not None,
         )
-        low = q.astype(jnp.bfloat16).reshape(len(q), k.shape[1], group, q.shape[2])
-        rows = _token_rows(batch, len(q))
-        out = self._decode(low, k, v, rows, decode)
+        low = _folded(q.astype(jnp.bfloat16).reshape(len(q), kv_heads, group, head_dim), decode)
+        scores = None if sinks is None else _folded(sinks.astype(jnp.float32).reshape(1, kv_heads, group, 1), decode)[0, :, :, 0]
+        out = self._decode(low, pools, _token_rows(batch, len(q)), scores, decode)
         if len(q) > len(batch.context_len):
-            answers = prefill(low, k, v, batch.block_table, cut(batch, len(q), long), long, self._interpret)
+            answers = prefill(low, pools, batch.block_table, cut(batch, len(q), long), scores, long, self._interpret)
             index = jnp.arange(len(q))[:, None, None, None]
             out = jnp.pad(out, ((0, len(q) - len(out)), (0, 0), (0, 0), (0, 0)))
             live = batch.query_start[batch.num_rows]
             out = jnp.where((index >= batch.num_single) & (index < live), answers, out)
+        out = out.reshape(len(q), kv_heads, -1, head_dim)[:, :, :group]
         return out.reshape(q.shape).astype(q.dtype)
 
     def _decode(
-        self, q: BFloat16[Array, "tokens kv_heads group head_dim"], k: Array, v: Array, rows: _Rows, config: DecodeConfig
-    ) -> BFloat16[Array, "rows kv_heads group head_dim"]:
+        self,
+        q: BFloat16[Array, "tokens heads group head_dim"],
+        pools: dict[str, Array],
+        rows: _Rows,
+        sinks: Float32[Array, "heads group"] | None,
+        config: DecodeConfig,
+    ) -> BFloat16[Array, "rows heads group head_dim"]:
         shares = share_out(rows.context_len, rows.num_rows, config)
-        partial, lse = partial_results(q, k, v, rows.block_table, rows.context_len, shares, config, self._interpret)
-        return merge(partial, lse, shares.rows, None, config, self._interpret)[:, :, : config.group]
+        partial, lse = partial_results(q, pools, rows.block_table, rows.context_len, shares, config, self._interpret)
+        scores = None if sinks is None else sinks.reshape(-1)
+        return merge(partial, lse, shares.rows, scores, config, self._interpret)[:, :, : config.group]
 
     def gather(self, kv: Pools, block_ids: Int32[Array, " ids"]) -> UInt8[Array, "ids block_bytes"]:
         """All layers of each block: K then V of layer 0, of layer 1, … An id outside the pool answers zeros."""
@@ -129,6 +139,13 @@ class HopperAttention:
     def scatter(self, kv: Pools, block_ids: Int32[Array, " ids"], data: UInt8[Array, "ids block_bytes"]) -> Pools:
         """The inverse of `gather`; id −1 stores nothing."""
         return scatter_blocks(kv, block_ids, data)
+
+
+def _folded(x: Float[Array, "tokens kv_heads group elements"], config: DecodeConfig) -> Float[Array, "tokens heads part elements"]:
+    """Query heads of a KV head as several heads of the kernel, the last one padded."""
+    spare = config.fold * config.group - x.shape[2]
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, spare), (0, 0))) if spare else x
+    return x.reshape(len(x), -1, config.group, x.shape[3])
 
 
 class _Rows(NamedTuple):

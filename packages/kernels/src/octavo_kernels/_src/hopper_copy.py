@@ -49,12 +49,28 @@ class Staged(Protocol):
         """Blocks of a tile."""
 
     @property
+    def fold(self) -> int:
+        """Heads of the kernel to a KV head."""
+
+    @property
+    def has_scales(self) -> bool:
+        """Elements come with a scale a token, in pools beside theirs."""
+
+    @property
     def free_too_early(self) -> bool:
         """Plants a fault: copies are issued before their buffer is known to be free."""
 
 
-def copy_steps(config: Staged, steps: Steps, k: Any, v: Any, table: Any, at: dict[str, Any]) -> None:
-    """Issue the copies of these tiles, each as soon as its buffer is free. Blocks beyond the context repeat its last block."""
+def copy_steps(config: Staged, steps: Steps, pools: dict[str, Any], table: Any, at: dict[str, Any]) -> None:
+    """Issue the copies of these tiles, each as soon as its buffer is free. Blocks beyond the context repeat its last block.
+
+    Args:
+        config: The kernel's.
+        steps: Which tiles.
+        pools: `k` and `v`; with scales `k_scale` and `v_scale`.
+        table: Block ids.
+        at: Shared memory and barriers.
+    """
     stages = jnp.int32(config.stages)
     last = lax.div(jnp.maximum(steps.context - 1, 0), jnp.int32(config.block_size))
 
@@ -69,18 +85,21 @@ def copy_steps(config: Staged, steps: Steps, k: Any, v: Any, table: Any, at: dic
         def _() -> None:
             plgpu.barrier_wait(at[name + "_free"].at[lax.rem(number, stages)])
 
-    def copy(i: jax.Array, name: str, pool: Any, blocks: tuple[jax.Array, ...]) -> None:
+    head = steps.head if config.fold == 1 else lax.div(steps.head, jnp.int32(config.fold))
+
+    def copy(i: jax.Array, name: str, blocks: tuple[jax.Array, ...]) -> None:
         stage = lax.rem(steps.before + i, stages)  # anew for K and V: kept, it costs the registers of a block id
         for p, block in enumerate(blocks):
             rows = pl.ds(p * config.block_size, config.block_size)
-            plgpu.copy_gmem_to_smem(pool.at[block, steps.head], at[name].at[stage, rows], at[name + "_full"].at[stage])
+            for kind in (name, name + "_scale") if config.has_scales else (name,):
+                plgpu.copy_gmem_to_smem(pools[kind].at[block, head], at[kind].at[stage, rows], at[name + "_full"].at[stage])
 
     def step(i: jax.Array, blocks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         following = ids(i + 1)  # under way while this step waits
-        for name, pool in (("k", k), ("v", v)):
+        for name in ("k", "v"):
             if not config.free_too_early:
                 wait_free(i, name)
-            copy(i, name, pool, blocks)
+            copy(i, name, blocks)
             if config.free_too_early:
                 wait_free(i, name)
         return following

@@ -24,12 +24,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
 from octavo_kernels._src import mosaic
+from octavo_kernels._src.fp8 import FP8
 from octavo_kernels._src.hopper_copy import Steps, copy_steps, observe
-from octavo_kernels._src.mosaic import FLOOR, LOG2E, MASKED, TILE_ROWS, WARPGROUP_ROWS, WGMMA
+from octavo_kernels._src.mosaic import FLOOR, MASKED, TILE_ROWS, WARPGROUP_ROWS, WGMMA
 
 COMPUTE_WARPGROUPS = 2
 COPY_WARPGROUP = COMPUTE_WARPGROUPS
-QUERY_BUFFERS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,9 @@ class DecodeConfig:
     """Shapes and choices a decode kernel is compiled for.
 
     Attributes:
-        group: Query heads of a KV head, at most 64.
-        kv_heads, head_dim, block_size: Of the pool.
+        group: Query heads of a head, at most 64.
+        kv_heads: Heads; `fold` of them read one KV head of the pool.
+        head_dim, block_size, stored: Of the pool; `stored` is the name of its element type, FP8 with scales.
         tile_kv: KV tokens of one step; whole blocks.
         stages: Steps of KV in shared memory; even, because compute warpgroups take turns.
         num_ctas: Thread blocks, one per multiprocessor.
@@ -57,6 +58,8 @@ class DecodeConfig:
     num_ctas: int = 132
     soft_cap: float | None = None
     window: int | None = None
+    fold: int = 1
+    stored: str = "bfloat16"
     interpreted: bool = False
     free_too_early: bool = False
 
@@ -70,22 +73,37 @@ class DecodeConfig:
         """Blocks of a step."""
         return self.tile_kv // self.block_size
 
+    @property
+    def has_scales(self) -> bool:
+        """Elements are FP8."""
+        return self.stored in FP8
+
+    @property
+    def query_buffers(self) -> int:
+        """Segments whose queries are in shared memory."""
+        return 2 if self.head_dim <= mosaic.PART else 1
+
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers, by name."""
         shape = (self.stages, self.tile_kv, self.head_dim)
         spill = (COMPUTE_WARPGROUPS, WARPGROUP_ROWS, self.tile_kv)
+        wide = (COMPUTE_WARPGROUPS, *shape[1:])
+        arrivals = self.tile_blocks * (2 if self.has_scales else 1)
         return {
-            "q": mosaic.tiled((QUERY_BUFFERS, WARPGROUP_ROWS, self.head_dim), jnp.bfloat16),
-            "k": mosaic.tiled(shape, jnp.bfloat16),
-            "v": mosaic.tiled(shape, jnp.bfloat16),
-            "out": mosaic.tiled((WARPGROUP_ROWS, self.head_dim), jnp.float32),
+            "q": mosaic.tiled((self.query_buffers, WARPGROUP_ROWS, self.head_dim), jnp.bfloat16),
+            "k": mosaic.tiled(shape, self.stored),
+            "v": mosaic.tiled(shape, self.stored),
+            "k_scale": plgpu.SMEM(shape[:2], jnp.float32) if self.has_scales else None,
+            "v_scale": plgpu.SMEM(shape[:2], jnp.float32) if self.has_scales else None,
+            "wide": mosaic.tiled(wide, jnp.bfloat16) if self.has_scales else None,
+            "out": mosaic.tiled((WARPGROUP_ROWS, min(self.head_dim, mosaic.PART)), jnp.float32),
             "top": plgpu.SMEM((WARPGROUP_ROWS,), jnp.float32),
             "total": plgpu.SMEM((WARPGROUP_ROWS,), jnp.float32),
             "spill": mosaic.tiled(spill, jnp.bfloat16) if self.interpreted else None,
-            "q_full": plgpu.Barrier(num_barriers=QUERY_BUFFERS),
-            "q_free": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=QUERY_BUFFERS),
-            "k_full": plgpu.Barrier(num_arrivals=self.tile_blocks, num_barriers=self.stages),
-            "v_full": plgpu.Barrier(num_arrivals=self.tile_blocks, num_barriers=self.stages),
+            "q_full": plgpu.Barrier(num_barriers=self.query_buffers),
+            "q_free": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=self.query_buffers),
+            "k_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.stages),
+            "v_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.stages),
             "k_free": plgpu.Barrier(num_barriers=self.stages),
             "v_free": plgpu.Barrier(num_barriers=self.stages),
             "out_full": plgpu.Barrier(),
@@ -146,9 +164,8 @@ class _Segment(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def partial_results(
-    q: BFloat16[Array, "tokens kv_heads group head_dim"],
-    k: BFloat16[Array, "blocks kv_heads block_size head_dim"],
-    v: BFloat16[Array, "blocks kv_heads block_size head_dim"],
+    q: BFloat16[Array, "tokens heads group head_dim"],
+    kv: dict[str, Array],
     table: Int32[Array, "rows max_blocks"],
     context_len: Int32[Array, " rows"],
     shares: Shares,
@@ -157,14 +174,18 @@ def partial_results(
 ) -> tuple[Float32[Array, "slots group_rows head_dim"], Float32[Array, "slots group_rows"]]:
     """One partial result a segment, at slot row * kv_heads + head + thread block; other slots hold anything.
 
+    `kv` has a layer's pools `k` and `v` [blocks, kv_heads, block_size, head_dim]; with scales `k_scale` and `v_scale`, without the last axis.
+
     Cost: reads each visible K and V once; writes `group_rows * (head_dim + 1)` floats a segment.
     """
     slots = context_len.shape[0] * config.kv_heads + config.num_ctas
     queries = q[: len(context_len)].reshape(-1, config.group, config.head_dim)
     queries = jnp.pad(queries, ((0, 0), (0, config.group_rows - config.group), (0, 0)))
 
-    def octavo_decode(*refs: Any) -> None:
-        _body(config, *refs)
+    names = tuple(kv)
+
+    def octavo_decode(q: Any, table: Any, context_len: Any, start: Any, *rest: Any) -> None:
+        _body(config, q, dict(zip(names, rest, strict=False)), table, context_len, start, *rest[len(names) :])
 
     run = plgpu.kernel(
         octavo_decode,
@@ -180,14 +201,13 @@ def partial_results(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return run(queries, k, v, table, context_len, shares.start)
+    return run(queries, table, context_len, shares.start, *kv.values())
 
 
 def _body(
     config: DecodeConfig,
     q: Any,
-    k: Any,
-    v: Any,
+    kv: dict[str, Any],
     table: Any,
     context_len: Any,
     start: Any,
@@ -200,7 +220,7 @@ def _body(
     @pl.when(wg == COPY_WARPGROUP)
     def _copy() -> None:
         plgpu.set_max_registers(mosaic.COPY_REGISTERS, action="decrease")
-        _copy_share(config, q, k, v, table, context_len, start, scratch)
+        _copy_share(config, q, kv, table, context_len, start, scratch)
 
     @pl.when(wg < COMPUTE_WARPGROUPS)
     def _compute() -> None:
@@ -227,20 +247,22 @@ def _each_segment(config: DecodeConfig, context_len: Any, start: Any, visit: Any
     return segments, steps
 
 
-def _copy_share(config: DecodeConfig, q: Any, k: Any, v: Any, table: Any, context_len: Any, start: Any, at: dict[str, Any]) -> None:
+def _copy_share(
+    config: DecodeConfig, q: Any, kv: dict[str, Any], table: Any, context_len: Any, start: Any, at: dict[str, Any]
+) -> None:
     def segment(s: _Segment) -> None:
-        buffer = lax.rem(s.number, jnp.int32(QUERY_BUFFERS))
+        buffer = lax.rem(s.number, jnp.int32(config.query_buffers))
 
-        @pl.when(s.number >= QUERY_BUFFERS)
+        @pl.when(s.number >= config.query_buffers)
         def _() -> None:
             plgpu.barrier_wait(at["q_free"].at[buffer])
 
         tile = at["q"].at[buffer, pl.ds(0, config.group_rows)]
         plgpu.copy_gmem_to_smem(q.at[s.steps.row * config.kv_heads + s.steps.head], tile, at["q_full"].at[buffer])
-        copy_steps(config, s.steps, k, v, table, at)
+        copy_steps(config, s.steps, kv, table, at)
 
     segments, steps = _each_segment(config, context_len, start, segment)
-    observe(at["q_free"], segments, QUERY_BUFFERS)
+    observe(at["q_free"], segments, config.query_buffers)
     observe(at["k_free"], steps, config.stages)
     observe(at["v_free"], steps, config.stages)
 
@@ -250,11 +272,11 @@ def _compute_share(config: DecodeConfig, context_len: Any, start: Any, out: Any,
     cta = lax.axis_index("cta")
 
     def segment(s: _Segment) -> None:
-        buffer = lax.rem(s.number, jnp.int32(QUERY_BUFFERS))
+        buffer = lax.rem(s.number, jnp.int32(config.query_buffers))
         plgpu.barrier_wait(at["q_full"].at[buffer])
         skip = lax.rem(s.steps.before + wg, jnp.int32(2))
         state = (
-            mosaic.filled((WARPGROUP_ROWS, config.head_dim), 0.0, WGMMA),
+            tuple(mosaic.filled((WARPGROUP_ROWS, size), 0.0, WGMMA) for _, size in mosaic.parts(config.head_dim)),
             mosaic.filled((WARPGROUP_ROWS,), FLOOR, WGMMA.reduce(1)),
             mosaic.filled((WARPGROUP_ROWS,), 0.0, WGMMA.reduce(1)),
         )
@@ -262,25 +284,28 @@ def _compute_share(config: DecodeConfig, context_len: Any, start: Any, out: Any,
         acc, top, total = lax.fori_loop(0, turns, lambda j, x: _step(config, s.steps, skip + 2 * j, buffer, at, x), state)
         plgpu.barrier_arrive(at["q_free"].at[buffer])
 
-        @pl.when(wg == 1)
-        def _hand_over() -> None:
-            @pl.when(s.number >= 1)
-            def _() -> None:
-                plgpu.barrier_wait(at["out_free"])
+        for number, part in enumerate(acc):
 
-            at["out"][...], at["top"][...], at["total"][...] = acc, top, total
-            plgpu.barrier_arrive(at["out_full"])
+            @pl.when(wg == 1)
+            def _hand_over(number: int = number, part: jax.Array = part) -> None:
+                @pl.when((s.number >= 1) | (number > 0))
+                def _() -> None:
+                    plgpu.barrier_wait(at["out_free"])
 
-        @pl.when(wg == 0)
-        def _finish() -> None:
-            plgpu.barrier_wait(at["out_full"])
-            _store(config, acc, top, total, at)
-            slot = s.steps.row * config.kv_heads + s.steps.head + cta
-            rows = pl.ds(0, config.group_rows)
-            plgpu.copy_smem_to_gmem(at["out"].at[rows], out.at[slot])
-            plgpu.copy_smem_to_gmem(at["top"].at[rows], lse.at[slot])
-            plgpu.wait_smem_to_gmem(0)
-            plgpu.barrier_arrive(at["out_free"])
+                at["out"][...], at["top"][...], at["total"][...] = part, top, total
+                plgpu.barrier_arrive(at["out_full"])
+
+            @pl.when(wg == 0)
+            def _finish(number: int = number, part: jax.Array = part) -> None:
+                plgpu.barrier_wait(at["out_full"])
+                _store(part, top, total, at)
+                slot = s.steps.row * config.kv_heads + s.steps.head + cta
+                rows = pl.ds(0, config.group_rows)
+                target = out.at[slot, pl.ds(0, config.group_rows), pl.ds(number * mosaic.PART, part.shape[1])]
+                plgpu.copy_smem_to_gmem(at["out"].at[rows], target)
+                plgpu.copy_smem_to_gmem(at["top"].at[rows], lse.at[slot])
+                plgpu.wait_smem_to_gmem(0)
+                plgpu.barrier_arrive(at["out_free"])
 
     segments, _ = _each_segment(config, context_len, start, segment)
 
@@ -290,8 +315,8 @@ def _compute_share(config: DecodeConfig, context_len: Any, start: Any, out: Any,
 
 
 def _step(
-    config: DecodeConfig, s: Steps, i: jax.Array, buffer: jax.Array, at: dict[str, Any], state: tuple[jax.Array, ...]
-) -> tuple[jax.Array, ...]:
+    config: DecodeConfig, s: Steps, i: jax.Array, buffer: jax.Array, at: dict[str, Any], state: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """One tile of KV."""
     acc, top, total = state
     shape = (WARPGROUP_ROWS, config.tile_kv)
@@ -299,35 +324,65 @@ def _step(
     ahead = (s.first + i) * config.tile_kv
     oldest = 0 if config.window is None else jnp.maximum(s.context - config.window, 0)
 
-    plgpu.barrier_wait(at["k_full"].at[stage])
-    scores = mosaic.product(at["q"].at[buffer], mosaic.transposed(at["k"].at[stage]), shape)
-    plgpu.barrier_arrive(at["k_free"].at[stage])
+    scores = _products(config, stage, buffer, at)
     token = mosaic.index(shape, 1) + ahead
     visible = token < s.context if config.window is None else (token < s.context) & (token >= oldest)
-    if config.soft_cap is None:
-        scores = scores * (config.scale * LOG2E)
-    else:
-        scores = jnp.tanh(scores * (config.scale / config.soft_cap)) * (config.soft_cap * LOG2E)
-    scores = jnp.where(visible, scores, MASKED)
+    scores = jnp.where(visible, mosaic.logits(scores, config.scale, config.soft_cap), MASKED)
     new_top = jnp.maximum(top, scores.max(axis=1))
     fade = jnp.exp2(top - new_top)
     weights = jnp.exp2(scores - mosaic.down(new_top, shape))
     total = total * fade + weights.sum(axis=1)
-    acc = acc * mosaic.down(fade, acc.shape)
+    acc = tuple(part * mosaic.down(fade, part.shape) for part in acc)
+    return _add_values(config, acc, weights, visible, (oldest - ahead, s.context - ahead), stage, at), new_top, total
 
+
+def _products(config: DecodeConfig, stage: jax.Array, buffer: jax.Array, at: dict[str, Any]) -> jax.Array:
+    """Queries times keys; of FP8 ones, which go through `wide`, times their scales."""
+    shape = (WARPGROUP_ROWS, config.tile_kv)
+    keys = at["k"].at[stage]
+    plgpu.barrier_wait(at["k_full"].at[stage])
+    if not config.has_scales:
+        scores = mosaic.product(at["q"].at[buffer], mosaic.transposed(keys), shape)
+        plgpu.barrier_arrive(at["k_free"].at[stage])
+        return scores
+    wide = at["wide"].at[lax.axis_index("wg")]
+    plgpu.commit_smem()  # every warp is done with what was in `wide`
+    scale = mosaic.by_column(at["k_scale"].at[stage])
+    mosaic.widen(keys, wide)
+    plgpu.barrier_arrive(at["k_free"].at[stage])
+    return mosaic.product(at["q"].at[buffer], mosaic.transposed(wide), shape) * mosaic.across(scale, shape)
+
+
+def _add_values(
+    config: DecodeConfig,
+    acc: tuple[jax.Array, ...],
+    weights: jax.Array,
+    visible: jax.Array,
+    seen: tuple[Any, Any],
+    stage: jax.Array,
+    at: dict[str, Any],
+) -> tuple[jax.Array, ...]:
+    """Accumulators plus weighted values; rows of V outside [first, stop) of `seen` may be anything and are zeroed first."""
+    wg = lax.axis_index("wg")
+    values, first, stop = at["v"].at[stage], *seen
     plgpu.barrier_wait(at["v_full"].at[stage])
+    if config.has_scales:
+        plgpu.commit_smem()
+        scale = mosaic.by_column(at["v_scale"].at[stage])
+        mosaic.widen(values, at["wide"].at[wg], first, stop)
+        plgpu.barrier_arrive(at["v_free"].at[stage])
+        values = at["wide"].at[wg]
+        weights = jnp.where(visible, weights * mosaic.across(scale, weights.shape), 0.0)
+    else:
+        pl.when((stop < config.tile_kv) | (first > 0))(lambda: mosaic.clear_hidden(values, first, stop))
+    spill = at["spill"].at[wg] if config.interpreted else None
+    acc = mosaic.weighted_sums(acc, weights.astype(jnp.bfloat16), values, spill, interpreted=config.interpreted)
+    if not config.has_scales:
+        plgpu.barrier_arrive(at["v_free"].at[stage])
+    return acc
 
-    @pl.when((ahead + config.tile_kv > s.context) | (ahead < oldest))
-    def _() -> None:
-        mosaic.clear_hidden(at["v"].at[stage], oldest - ahead, s.context - ahead)
 
-    spill = at["spill"].at[lax.axis_index("wg")] if config.interpreted else None
-    acc = mosaic.weighted_sum(acc, weights.astype(jnp.bfloat16), at["v"].at[stage], spill, interpreted=config.interpreted)
-    plgpu.barrier_arrive(at["v_free"].at[stage])
-    return acc, new_top, total
-
-
-def _store(config: DecodeConfig, acc: jax.Array, top: jax.Array, total: jax.Array, at: dict[str, Any]) -> None:
+def _store(acc: jax.Array, top: jax.Array, total: jax.Array, at: dict[str, Any]) -> None:
     """Join both warpgroups' halves; leaves the normalised result in `out` and its log-sum-exp (base 2) in `top`."""
     column = WGMMA.reduce(1)
     other_acc = plgpu.layout_cast(at["out"][...], WGMMA)

@@ -11,11 +11,11 @@ import itertools
 import json
 from collections.abc import Iterator
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from octavo_kernels._src.hopper import MULTIPROCESSORS
 from octavo_kernels._src.hopper_decode import DecodeConfig
-from octavo_kernels._src.hopper_prefill import PrefillConfig
+from octavo_kernels._src.hopper_tiles import PrefillConfig
 from octavo_kernels._src.mosaic import MAX_SMEM_BYTES
 
 TILES: Final = (64, 128)
@@ -48,12 +48,32 @@ class HopperChoices:
         return dataclasses.replace(other, **mine)
 
 
+MAX_GROUP: Final = 64
+"""Query heads of a head, in the kernels: rows of decode's matrix product."""
+
+
+class Rules(NamedTuple):
+    """What a group asks of attention beside its shapes; as in `KVGroupSpec`."""
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+def fold_of(group: int) -> tuple[int, int]:
+    """How many heads of the kernels read one KV head that `group` query heads share, and query heads of each; the last may be padded."""
+    fold = -(-group // MAX_GROUP)
+    return fold, -(-group // fold)
+
+
 def configs(
     group: int,
     pool: tuple[int, ...],
     scale: float,
     choices: HopperChoices | None = None,
     *,
+    rules: Rules = Rules(),  # noqa: B008 (immutable)
+    stored: str = "bfloat16",
     device_kind: str = "",
     interpreted: bool = False,
 ) -> tuple[DecodeConfig, PrefillConfig]:
@@ -64,45 +84,60 @@ def configs(
         pool: [blocks, kv_heads, block_size, head_dim].
         scale: Of the scores.
         choices: Where they differ from table and heuristic.
+        rules: Of the group.
+        stored: Name of the pool's element type.
         device_kind: As JAX names the device.
         interpreted: For the interpreter.
     """
     _, kv_heads, block_size, head_dim = pool
-    chosen = (choices or HopperChoices()).over(_table().get(device_kind, {}).get(head_dim, HopperChoices()))
+    known = _table().get(device_kind, {}).get(head_dim, HopperChoices()) if stored == "bfloat16" else HopperChoices()
+    chosen = (choices or HopperChoices()).over(known)
+    fold, heads = fold_of(group)
     shape: dict[str, Any] = {
-        "group": group,
-        "kv_heads": kv_heads,
+        "group": heads,
+        "kv_heads": kv_heads * fold,
+        "fold": fold,
         "head_dim": head_dim,
         "block_size": block_size,
+        "stored": stored,
         "scale": scale,
+        "window": rules.window,
+        "soft_cap": rules.softcap,
         "num_ctas": chosen.num_ctas or MULTIPROCESSORS,
         "interpreted": interpreted,
     }
-    decode = DecodeConfig(**shape, tile_kv=chosen.decode_tile_kv or 64, stages=chosen.decode_stages or 2)
-    long = PrefillConfig(
-        **shape, tile_kv=chosen.prefill_tile_kv or 128, stages=chosen.prefill_stages or 2, take_turns=chosen.take_turns is not False
+    decode = DecodeConfig(**shape)
+    long = PrefillConfig(**shape, sinks=rules.sinks, take_turns=chosen.take_turns is not False and stored == "bfloat16")
+    return (
+        _fitted(decode, (64,), chosen.decode_tile_kv, chosen.decode_stages),
+        _fitted(long, (128, 64), chosen.prefill_tile_kv, chosen.prefill_stages),
     )
-    if not chosen.decode_stages:
-        decode = _most_stages(decode)
-    return decode, long if chosen.prefill_stages else _most_stages(long)
 
 
-def candidates(group: int, pool: tuple[int, ...], kernel: str) -> Iterator[tuple[str, HopperChoices]]:
-    """Every configuration of the kernel `decode` or `prefill` that can launch, with a name."""
+def candidates(group: int, pool: tuple[int, ...], kernel: str, stored: str = "bfloat16") -> Iterator[tuple[str, HopperChoices]]:
+    """Every configuration of the kernel `decode` or `prefill` that can launch, with a name; of FP8 tiles never wait for turns."""
     is_decode = kernel == "decode"
-    for tile, stages, turns in itertools.product(TILES, STAGES, (True,) if is_decode else (True, False)):
+    for tile, stages, turns in itertools.product(TILES, STAGES, (True,) if is_decode or stored != "bfloat16" else (True, False)):
         if is_decode:
             choice = HopperChoices(decode_tile_kv=tile, decode_stages=stages)
         else:
             choice = HopperChoices(prefill_tile_kv=tile, prefill_stages=stages, take_turns=turns)
-        if _can_launch(configs(group, pool, 1.0, choice)[0 if is_decode else 1]):
+        got = configs(group, pool, 1.0, choice, stored=stored)[0 if is_decode else 1]
+        if (got.tile_kv, got.stages) == (tile, stages):
             yield f"/tile_kv={tile}/stages={stages}" + ("" if is_decode else f"/take_turns={turns}"), choice
 
 
-def _most_stages(config: Any) -> Any:
-    """The same with as many stages as fit."""
-    wider = (dataclasses.replace(config, stages=stages) for stages in sorted(STAGES, reverse=True) if stages <= MOST_STAGES)
-    return next(c for c in wider if _can_launch(c))
+def _fitted(config: Any, tiles: tuple[int, ...], tile_kv: int | None, stages: int | None) -> Any:
+    """The same with the tile and stages that were chosen; where none were, or they do not fit, the first tile that fits and as many
+    stages as do."""
+    first = stages if stages is not None else MOST_STAGES
+    wanted = dataclasses.replace(config, tile_kv=tile_kv or tiles[0], stages=first)
+    if stages is not None and (config.interpreted or _can_launch(wanted)):
+        return wanted
+    sizes = tiles if tile_kv is None else (tile_kv, *tiles)
+    counts = [n for n in sorted(STAGES, reverse=True) if n <= MOST_STAGES]
+    fits = (dataclasses.replace(config, tile_kv=size, stages=n) for size in sizes for n in counts)
+    return next(c for c in fits if _can_launch(c))
 
 
 def _can_launch(config: DecodeConfig | PrefillConfig) -> bool:

@@ -8,6 +8,7 @@ accumulator that starts from a value, so `weighted_sum` goes through shared memo
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Final
@@ -25,6 +26,8 @@ FLOOR: Final = -1e20
 """Where a running maximum starts: far above `MASKED`, so that a tile without visible tokens weighs exactly 0."""
 
 SWIZZLE_BYTES: Final = 128
+PART: Final = 128
+"""Widest accumulator of one product, in elements; answers of wider heads are summed in parts."""
 TILE_ROWS: Final = 8
 """Rows of a shared-memory tile; copies between memories move multiples of it."""
 WARPGROUP_ROWS: Final = 64
@@ -43,8 +46,22 @@ WGMMA: Final = plgpu.Layout.WGMMA
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory in the tiles that copies and matrix units agree on."""
-    lanes = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((TILE_ROWS, lanes)), plgpu.SwizzleTransform(SWIZZLE_BYTES)))
+    size = jnp.dtype(dtype).itemsize
+    swizzle = min(SWIZZLE_BYTES, shape[-1] * size)
+    return plgpu.SMEM(
+        shape, dtype, transforms=(plgpu.TilingTransform((TILE_ROWS, swizzle // size)), plgpu.SwizzleTransform(swizzle))
+    )
+
+
+def parts(width: int) -> tuple[tuple[int, int], ...]:
+    """First element and size of the parts that answers of so many elements are summed in."""
+    return tuple((begin, min(PART, width - begin)) for begin in range(0, width, PART))
+
+
+def columns(ref: Any, begin: int, size: int) -> Any:
+    """Some columns of a matrix in shared memory."""
+    rows, width = ref.shape
+    return ref if size == width else ref.at[pl.ds(0, rows), pl.ds(begin, size)]
 
 
 def smem_bytes(scratch: Any) -> int:
@@ -73,9 +90,49 @@ def down(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [0])
 
 
+def across(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One number per column, repeated down the column."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def by_column(ref: Any) -> jax.Array:
+    """Numbers in shared memory, one per column of a product."""
+    return plgpu.layout_cast(ref[...], WGMMA.reduce(0))
+
+
+def widen(narrow: Any, wide: Any, first: Any = None, stop: Any = None) -> None:
+    """Write elements of 8 bits as bfloat16; rows outside [first, stop), where given, as zeros. Both are in shared memory.
+
+    Exact, and through registers: wgmma takes no two types, and a scale a token is not for it to apply.
+    """
+    rows, width = narrow.shape
+    for row in range(0, rows, WARPGROUP_ROWS):
+        for begin, size in parts(width):
+            at = (pl.ds(row, WARPGROUP_ROWS), pl.ds(begin, size))
+            values = _load(narrow.at[at], WGMMA).astype(jnp.float16).astype(jnp.float32)
+            if first is not None:
+                number = index((WARPGROUP_ROWS, size), 0) + row
+                values = jnp.where((number >= first) & (number < stop), values, jnp.zeros_like(values))
+            wide.at[at][...] = values.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+
+
+def _load(ref: Any, layout: Any) -> jax.Array:
+    """Before JAX 0.12 an index is asked for."""
+    extra = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+    return plgpu.load(ref, *extra, layout=layout, optimized=False)
+
+
 def index(shape: tuple[int, ...], axis: int) -> jax.Array:
     """Row or column number of each element of a warpgroup's matrix."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
+
+
+def logits(scores: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:
+    """Products of queries and keys, scaled and capped, in units of log 2."""
+    if soft_cap is None:
+        return scores * (scale * LOG2E)
+    return jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * LOG2E)
 
 
 def product(a: Any, b: Any, shape: tuple[int, ...], *, meanwhile: Callable[[], None] | None = None) -> jax.Array:
@@ -103,12 +160,21 @@ def weighted_sum(acc: jax.Array, weights: jax.Array, values: Any, spill: Any, *,
     return pl.run_state(run)(plgpu.WGMMAAccumulatorRef.init(acc))
 
 
+def weighted_sums(
+    acc: tuple[jax.Array, ...], weights: jax.Array, values: Any, spill: Any, *, interpreted: bool
+) -> tuple[jax.Array, ...]:
+    """`weighted_sum` of each part of the columns of `values`."""
+    each = zip(acc, parts(values.shape[1]), strict=True)
+    return tuple(weighted_sum(x, weights, columns(values, *part), spill, interpreted=interpreted) for x, part in each)
+
+
 def clear_hidden(values: Any, first: jax.Array, stop: jax.Array) -> None:
     """Zero the rows of a tile in shared memory outside [first, stop): stale memory may hold NaN, and NaN times 0 is NaN."""
-    rows, lanes = values.shape
-    for part in range(0, rows, WARPGROUP_ROWS):
-        tile = values.at[pl.ds(part, WARPGROUP_ROWS)]
-        number = index((WARPGROUP_ROWS, lanes), 0) + part
-        loaded = plgpu.layout_cast(tile[...], WGMMA)
-        tile[...] = jnp.where((number >= first) & (number < stop), loaded, jnp.zeros_like(loaded))
+    rows, width = values.shape
+    for row in range(0, rows, WARPGROUP_ROWS):
+        for begin, size in parts(width):
+            tile = values.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(begin, size)]
+            number = index((WARPGROUP_ROWS, size), 0) + row
+            loaded = plgpu.layout_cast(tile[...], WGMMA)
+            tile[...] = jnp.where((number >= first) & (number < stop), loaded, jnp.zeros_like(loaded))
     plgpu.commit_smem()

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
 
 from octavo_core.specs import KVGroupSpec
-from octavo_kernels._src.fp8 import FP8, quantise, to_bits
+from octavo_kernels._src.fp8 import FP8, floating, quantise, to_bits
 
 Pool = Shaped[Array, "blocks kv_heads block_size head_dim"]
 Scales = Float32[Array, "blocks kv_heads block_size"]
@@ -66,7 +66,7 @@ def write_pools(
 
     if not kv.k_scale:
         return Pools(put(kv.k, k), put(kv.v, v))
-    dtype = "float8_e5m2" if kv.k[layer].dtype == jnp.int8 else "float8_e4m3fn"
+    dtype = floating(kv.k[layer].dtype)
     (k, k_scale), (v, v_scale) = quantise(k, dtype), quantise(v, dtype)
     return Pools(put(kv.k, k), put(kv.v, v), put(kv.k_scale, k_scale), put(kv.v_scale, v_scale))
 

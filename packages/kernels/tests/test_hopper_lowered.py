@@ -1,0 +1,29 @@
+"""The Hopper kernels lowered for CUDA where there is neither a GPU nor NVIDIA's packages: what Mosaic refuses is noticed on any machine."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from octavo_kernels.aot import GROUPS
+
+pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
+
+from octavo_kernels._src.aot_compile import Variant, traced
+
+pytestmark = pytest.mark.slow
+
+VARIANTS = [
+    Variant(128, 16, GROUPS[16]),
+    Variant(64, 32, GROUPS[32], has_rules=True),
+    Variant(256, 32, 71),
+    Variant(128, 64, GROUPS[64], "float8_e4m3fn"),
+    Variant(256, 32, GROUPS[32], "float8_e5m2", has_rules=True),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_every_kind_of_kernel_lowers_to_three_calls(variant: Variant) -> None:
+    attend, args, planned = traced(variant)
+    text = jax.jit(attend).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == len(planned) == 3
