@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import signal
 import time
 
 import numpy as np
@@ -15,7 +16,8 @@ from octavo_core.wire import EngineRequest, SamplingParams
 from octavo_engine._src.kv_offload_config import parse
 from octavo_engine._src.offload import Offload
 from octavo_engine.config import EngineConfig
-from octavo_offload import open_tiers
+from octavo_offload import RemoteConfig, open_tiers
+from octavo_offload.node import Blocks, Node
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 NAMES = itertools.count()
@@ -29,7 +31,7 @@ class Served:
         self.first = llm.core.offload
         self.first.close()
 
-    def restart(self, path, *, revision="a", host_bytes=8 << 20, disk_bytes=8 << 20, files=None):
+    def restart(self, path, *, revision="a", host_bytes=8 << 20, disk_bytes=8 << 20, files=None, remote=None):
         """Forget everything but what is on disk."""
         self.stop()
         facts = {"revision": revision}
@@ -39,6 +41,7 @@ class Served:
             disk=(path, disk_bytes) if path else None,
             identity=tier_root(b"", **facts),
             files=files,
+            remote=remote,
         )
         self.core.planner.reset()
         root = functools.partial(tier_root, **facts)
@@ -252,6 +255,52 @@ def test_a_turn_that_failed_is_not_trusted_with_what_the_device_holds(served, te
     assert bool(saved) != is_amid_turn
 
 
+@pytest.fixture(scope="module")
+def remote():
+    node = Node("127.0.0.1:0", Blocks(64 << 20), b"k" * 32)
+    node.start()
+    yield node, RemoteConfig(target=node.address, secret=b"k" * 32, join_s=600.0, deadline_s=60.0)
+    node.stop(0.0)
+
+
+def test_another_engine_has_cached_tokens_from_the_store_and_other_weights_and_tenants_none(served, texts, wanted, remote):
+    node, config = remote
+    served.restart(None, remote=config)
+    assert served.ask(texts[0], tenant="one")[0][0] == wanted[0]
+    served.restart(None, remote=config)
+    assert served.ask(texts[0], tenant="two")[0] == (wanted[0], 0)
+    assert served.ask(texts[0], tenant="one")[0] == (wanted[0], 96)
+    assert served.core.offload.stats()[1].verified == 6
+    check_books(served)
+    served.restart(None, remote=config, revision="b")
+    assert served.ask(texts[0], tenant="one")[0] == (wanted[0], 0)
+    served.stop()
+    assert node.blocks.num_leased == 0
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_killed_while_requests_wait_for_it_costs_no_token(served, texts, wanted, remote):
+    _, config = remote
+    served.restart(None, remote=config, revision="c")
+    served.ask(*texts)
+    served.restart(None, remote=config, revision="c", host_bytes=1 << 16)
+    tier = served.core.offload.store.lower[0]
+    for _ in range(3):
+        agent = tier.agent_id
+        for i, text in enumerate(texts):
+            name = f"r{next(NAMES)}"
+            served.core.add(EngineRequest(request_id=name, prompt_ids=text, sampling=GREEDY, namespace=namespace_of("")))
+            if i == 2:
+                os.kill(agent, signal.SIGKILL)
+        served.idle()
+        assert [tokens for tokens, _ in served.ask(*texts)] == wanted
+        end = time.monotonic() + 600
+        while tier.agent_id == agent or tier.state != "on":
+            assert time.monotonic() < end, "a new agent joins"
+            time.sleep(0.01)
+    check_books(served)
+
+
 @pytest.mark.parametrize(
     ("text", "gigabytes", "wanted"),
     [
@@ -259,10 +308,12 @@ def test_a_turn_that_failed_is_not_trusted_with_what_the_device_holds(served, te
         ("host=4GiB", 0.0, (4 << 30, None)),
         ("host=512M,disk=/a:b/kv:50GiB", 0.0, (512 << 20, ("/a:b/kv", 50 << 30))),
         ("disk=/kv:1.5g", 2.0, (2 << 30, ("/kv", 3 << 29))),
+        ("remote=[::1]:7100", 2.0, (2 << 30, None)),
     ],
 )
 def test_flags_say_which_tiers_there_are(text, gigabytes, wanted):
     tiers = parse(text, gigabytes)
+    assert tiers.remote == ("[::1]:7100" if "remote" in (text or "") else "")
     assert (tiers.host_bytes, tiers.disk and (str(tiers.disk[0]), tiers.disk[1])) == wanted
     assert tiers.is_wanted == (wanted != (0, None))
 
@@ -270,10 +321,13 @@ def test_flags_say_which_tiers_there_are(text, gigabytes, wanted):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv_offload": "host=4GiB,remote=10.0.0.1:7000"}, "remote= is not supported"),
+        ({"kv_offload": "host=4GiB,remote=10.0.0.1:7000"}, "wants --kv-store-key-file"),
+        ({"kv_offload": "remote=10.0.0.1", "kv_store_key_file": "k"}, "host and port"),
+        ({"kv_offload": "host=1G", "kv_store_key_file": "k"}, "which is missing"),
+        ({"kv_offload": "remote=a:1", "kv_store_tls": "one,two"}, "three files"),
         ({"kv_offload": "host=lots"}, "wants a size above 0"),
         ({"kv_offload": "disk=/kv"}, "a folder and a size"),
-        ({"kv_offload": "tape=1G"}, "knows host=SIZE and disk=PATH:SIZE"),
+        ({"kv_offload": "tape=1G"}, "knows host=SIZE, disk=PATH:SIZE and remote=HOST:PORT"),
         ({"kv_offload": "host=1G,host=2G"}, "twice"),
         ({"kv_offload": "host=1G", "cpu_offload_gb": 1.0}, "both say"),
         ({"cpu_offload_gb": -1.0}, "at least 0"),

@@ -93,8 +93,8 @@ def life(seed, folder, make_store, pieces_of, faulty):
             injected += damage(rng, folder)
     assert store.wait_idle(20.0)
     assert store.host.num_leased == 0
-    assert store._pending == 0
-    assert store.jobs.num_failed == store._disk_jobs.num_failed == 0, "no job raises"
+    assert store.num_pending == 0
+    assert store.jobs.num_failed == store.lower_jobs[0].num_failed == 0, "no job raises"
     store.close()
     return injected + inject.count
 

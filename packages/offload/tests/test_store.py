@@ -39,7 +39,7 @@ def fetched(store, numbers, pieces_of, recompute_s=SLOW_TO_COMPUTE_S):
 
 def is_idle(store):
     store.wait_idle(PATIENCE_S)
-    return store.host.num_leased == 0 and store._pending == 0
+    return store.host.num_leased == 0 and store.num_pending == 0
 
 
 def test_what_was_saved_comes_back_in_pieces(make_store, pieces_of):
@@ -163,16 +163,25 @@ def test_a_disk_that_has_become_slow_is_not_waited_for_longer_than_computing_tak
 def test_the_choice_follows_what_was_measured():
     host, disk = Meter(0.001), Meter(0.001)
     chooser = Chooser(host, disk)
-    assert chooser.choose(4, 0, 0, 0.01)[0] == "all"
-    assert chooser.choose(0, 4, 0, 0.01)[0] == "all"
-    assert chooser.choose(0, 4, 1000, 0.01)[0] == "nothing"
+    assert chooser.choose([0] * 4, [0], 0.01)[0] == 4
+    assert chooser.choose([1] * 4, [0], 0.01)[0] == 4
+    assert chooser.choose([1] * 4, [1000], 0.01)[0] == 0
+    assert chooser.choose([0] * 4, [1000], 0.01)[0] == 4
     for _ in range(20):
         disk.saw(1, 1.0)
-    assert chooser.choose(4, 4, 0, 0.01)[0] == "host"
-    assert chooser.choose(0, 4, 0, 0.01)[0] == "nothing"
+    assert chooser.choose([0, 0, 1, 0], [0], 0.01)[0] == 2
+    assert chooser.choose([1] * 4, [0], 0.01)[0] == 0
     for _ in range(20):
         host.saw(1, 1.0)
-    assert chooser.choose(4, 0, 0, 0.01)[0] == "nothing"
+    assert chooser.choose([0] * 4, [0], 0.01)[0] == 0
+
+
+def test_a_slow_tier_does_not_keep_from_using_the_one_above_it():
+    host, disk, remote = Meter(0.0001), Meter(0.001), Meter(1.0)
+    chooser = Chooser(host, disk, remote)
+    assert chooser.choose([0, 1, 1, 2, 2], [0, 0], 0.01)[0] == 3
+    assert chooser.choose([2, 0, 0], [0, 0], 0.01)[0] == 0
+    assert chooser.choose([0, 1, 1, 2, 2], [0, 0], 10.0)[0] == 5
 
 
 def test_more_batches_than_may_wait_are_dropped_and_said_to_be(make_store, pieces_of):

@@ -185,8 +185,8 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     """A reading of one tier of KV blocks below the device. Gauges are of now, counters since the start.
 
     Attributes:
-        name: `host` or `disk`.
-        state: `on`, `read-only` after a failed write, `off` after failed reads.
+        name: `host`, `disk` or `remote`.
+        state: `on`, `read-only` after a failed write, `off` after failed reads, or while a store is not joined.
         num_leased: Blocks that something is under way with; 0 when idle.
         num_blocks, used_bytes, total_bytes: Blocks that can be found; storage taken, and allowed.
         hits, misses: Blocks asked for, by answer; what was corrupt is a miss too.

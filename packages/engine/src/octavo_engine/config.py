@@ -71,6 +71,10 @@ class EngineConfig:
         group=CACHE,
         metavar="TIERS",
     )
+    kv_store_key_file: str | None = option(
+        None, "File with the key of the store of --kv-offload remote=", group=CACHE, metavar="FILE"
+    )
+    kv_store_tls: str | None = option(None, "Mutual TLS with that store: three PEM files CERT,KEY,CA", group=CACHE, metavar="FILES")
     cpu_offload_gb: float = option(0.0, "GiB of host memory for KV below the device; short for --kv-offload host=", group=CACHE)
 
     max_num_seqs: int = option(0, "Most sequences in a step", group=SCHEDULING)
@@ -227,8 +231,10 @@ class EngineConfig:
             raise ConfigError("--expert-parallel divides experts among the devices of --tensor-parallel-size, which is 1; raise it")
         if self.kv_cache_dtype not in ("auto", *KV_DTYPES):
             raise ConfigError(f"--kv-cache-dtype is one of auto, {', '.join(KV_DTYPES)}, got '{self.kv_cache_dtype}'")
-        if kv_offload_config.parse(self.kv_offload, self.cpu_offload_gb).is_wanted and not self.enable_prefix_caching:
+        tiers = kv_offload_config.parse(self.kv_offload, self.cpu_offload_gb)
+        if tiers.is_wanted and not self.enable_prefix_caching:
             raise ConfigError("--kv-offload keeps cached prefixes; leave out --no-enable-prefix-caching")
+        kv_offload_config.check_store(tiers, self.kv_store_key_file, self.kv_store_tls)
         if not self.enable_chunked_prefill:
             raise ConfigError("--enable-chunked-prefill=false is not supported: prompts are always computed in chunks")
 

@@ -22,7 +22,7 @@ from octavo_engine._src.runner import ModelRunner
 from octavo_engine._src.weights import Loaded
 from octavo_engine.config import EngineConfig
 from octavo_models.checkpoints import Checkpoint
-from octavo_offload import content_digest, open_tiers
+from octavo_offload import RemoteConfig, content_digest, open_tiers, read_key, read_tls
 
 Table = list[tuple[str, str, str]]
 
@@ -52,7 +52,14 @@ def build_tiers(
     root = functools.cache(lambda namespace: tier_root(namespace, **facts))  # type: ignore[arg-type]
     on_cpu = jax.default_backend() == "cpu"
     try:
-        store = open_tiers(mover.piece_bytes, host_bytes=tiers.host_bytes, disk=tiers.disk, identity=root(b""), lock=not on_cpu)
+        store = open_tiers(
+            mover.piece_bytes,
+            host_bytes=tiers.host_bytes,
+            disk=tiers.disk,
+            remote=_remote(config, tiers.remote),
+            identity=root(b""),
+            lock=not on_cpu,
+        )
     except OSError as error:
         raise ConfigError(f"--kv-offload: the tiers cannot be opened: {error}; choose another folder or size") from None
     host_size = store.host.capacity().total_bytes
@@ -61,6 +68,8 @@ def build_tiers(
     )
     if store.disk is not None and tiers.disk is not None:
         table.append(("KV disk tier", f"{tiers.disk[0]}, {tiers.disk[1] / 2**20:.0f} MiB", store.disk.told))
+    if tiers.remote:
+        table.append(("KV remote tier", tiers.remote, store.lower[-1].told))
     offload = Offload(
         store,
         mover,
@@ -71,6 +80,14 @@ def build_tiers(
     )
     table.append(("KV tiers", f"{time.monotonic() - started_s:.1f} s", "weights digested, folder read, programs compiled"))
     return offload
+
+
+def _remote(config: EngineConfig, target: str) -> RemoteConfig | None:
+    if not target:
+        return None
+    secret = read_key(config.kv_store_key_file) if config.kv_store_key_file else b""
+    paths = config.kv_store_tls.split(",") if config.kv_store_tls else [None] * 3
+    return RemoteConfig(target=target, secret=secret, tls=read_tls(*paths))
 
 
 def _check(config: EngineConfig, cache: PrefixCache[Any], spec: CacheSpec) -> LoadingCache[Any]:

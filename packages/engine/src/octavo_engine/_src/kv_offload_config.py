@@ -21,15 +21,17 @@ class Tiers:
     Attributes:
         host_bytes: Of host memory; 0: no tier there.
         disk: Folder and byte budget.
+        remote: Host and port of a KV store.
     """
 
     host_bytes: int = 0
     disk: tuple[Path, int] | None = None
+    remote: str = ""
 
     @property
     def is_wanted(self) -> bool:
         """Any tier at all."""
-        return self.host_bytes > 0 or self.disk is not None
+        return self.host_bytes > 0 or self.disk is not None or bool(self.remote)
 
 
 def parse(text: str | None, cpu_offload_gb: float = 0.0) -> Tiers:
@@ -40,7 +42,7 @@ def parse(text: str | None, cpu_offload_gb: float = 0.0) -> Tiers:
     """
     if not 0 <= cpu_offload_gb < 1 << 20:
         raise ConfigError(f"--cpu-offload-gb is a size in GiB of at least 0, got {cpu_offload_gb:g}")
-    host_bytes, disk = int(cpu_offload_gb * 2**30), None
+    host_bytes, disk, remote = int(cpu_offload_gb * 2**30), None, ""
     seen: set[str] = set()
     for part in filter(None, (text or "").split(",")):
         name, _, value = part.strip().partition("=")
@@ -54,10 +56,35 @@ def parse(text: str | None, cpu_offload_gb: float = 0.0) -> Tiers:
         elif name == "disk":
             disk = _disk(value, part)
         elif name == "remote":
-            raise ConfigError(f"{FLAG} remote= is not supported in this version; use host= and disk=")
+            remote = _remote(value, part)
         else:
-            raise ConfigError(f"{FLAG} knows host=SIZE and disk=PATH:SIZE, such as host=4GiB,disk=/nvme/kv:50GiB; got '{part}'")
-    return Tiers(host_bytes, disk)
+            raise ConfigError(
+                f"{FLAG} knows host=SIZE, disk=PATH:SIZE and remote=HOST:PORT, such as host=4GiB,disk=/nvme/kv:50GiB; got '{part}'"
+            )
+    return Tiers(host_bytes, disk, remote)
+
+
+def _remote(value: str, part: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{FLAG} remote= is host and port of an octavo kv-store such as remote=10.0.0.5:7100, got '{part}'")
+    return value
+
+
+def check_store(tiers: Tiers, key_file: str | None, tls: str | None) -> None:
+    """Whether a KV store can be told from another.
+
+    Raises:
+        ConfigError: It cannot, or there is none to tell.
+    """
+    if tiers.remote and not key_file and not tls:
+        raise ConfigError(
+            f"{FLAG} remote= wants --kv-store-key-file or --kv-store-tls: store and engine prove to each other who they are"
+        )
+    if not tiers.remote and (key_file or tls):
+        raise ConfigError(f"--kv-store-key-file and --kv-store-tls belong to {FLAG} remote=HOST:PORT, which is missing")
+    if tls and len(tls.split(",")) != 3:
+        raise ConfigError(f"--kv-store-tls is three files CERT,KEY,CA, got '{tls}'")
 
 
 def _disk(value: str, part: str) -> tuple[Path, int]:

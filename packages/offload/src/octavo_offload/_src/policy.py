@@ -7,7 +7,8 @@ has become fast again.
 from __future__ import annotations
 
 import threading
-from typing import Final, Literal
+from collections.abc import Sequence
+from typing import Final
 
 WORTH: Final = 0.8
 """Share of the time of recomputing that fetching may take."""
@@ -16,8 +17,6 @@ _KEEP_SLOWER: Final = 0.7
 _KEEP_FASTER: Final = 0.4
 _PROBE_EVERY: Final = 8
 _LEAST_S: Final = 0.002
-
-Choice = Literal["all", "host", "nothing"]
 
 
 class Meter:
@@ -44,31 +43,33 @@ class Chooser:
     """Decides for each request.
 
     Args:
-        host, disk: What blocks of each tier take.
+        host: What blocks of host memory take.
+        lower: What blocks of the tiers below it take, in order.
     """
 
-    def __init__(self, host: Meter, disk: Meter) -> None:
-        self.host, self.disk = host, disk
+    def __init__(self, host: Meter, *lower: Meter) -> None:
+        self.host, self.lower = host, lower
         self._refusals = 0
 
-    def choose(self, num_host: int, num_disk: int, pending: int, recompute_block_s: float) -> tuple[Choice, float]:
-        """Which blocks to fetch, and how long to wait for the disk.
+    def choose(self, places: Sequence[int], pending: Sequence[int], recompute_block_s: float) -> tuple[int, float]:
+        """How many leading blocks to fetch, and how long to wait for tiers below host memory.
 
         Args:
-            num_host: Leading blocks in host memory.
-            num_disk: Those after them, some of which are on disk.
-            pending: Blocks that other requests wait for on the disk.
+            places: Of each leading block where it is: 0 in host memory, from 1 on in a tier below.
+            pending: Blocks that other requests wait for, in each of the tiers below.
             recompute_block_s: What the engine needs to compute a block.
         """
-        num = num_host + num_disk
-        fetch_s = num * self.host.block_s + (num_disk + pending) * self.disk.block_s
-        if fetch_s < WORTH * num * recompute_block_s:
-            return "all", max(_LEAST_S, WORTH * num * recompute_block_s)
-        if num_host and self.host.block_s < WORTH * recompute_block_s:
-            return "host", 0.0
-        return "nothing", 0.0
+        for deepest in range(max(places, default=0), -1, -1):
+            num = next((i for i, place in enumerate(places) if place > deepest), len(places))
+            used = set(places[:num])
+            fetch_s = num * self.host.block_s
+            for place, (meter, waits) in enumerate(zip(self.lower, pending, strict=True), 1):
+                fetch_s += (places[:num].count(place) + waits) * meter.block_s * (place in used)
+            if num and fetch_s < WORTH * num * recompute_block_s:
+                return num, max(_LEAST_S, WORTH * num * recompute_block_s) if max(used) else 1e9
+        return 0, 0.0
 
     def should_probe(self) -> bool:
-        """Whether it is time to look again at a disk that was not worth it."""
+        """Whether it is time to look again at a tier that was not worth it."""
         self._refusals += 1
         return self._refusals % _PROBE_EVERY == 1

@@ -6,14 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from octavo_core.errors import ConfigError
 from octavo_offload._src.disk import DiskTier
 from octavo_offload._src.files import Files
 from octavo_offload._src.host import HostTier
 from octavo_offload._src.jobs import Jobs
+from octavo_offload._src.lower import Lane, LowerTier
+from octavo_offload._src.remote.config import RemoteConfig
+from octavo_offload._src.remote.tier import RemoteTier
 from octavo_offload._src.store import TieredStore
 
 STAGING_BYTES: Final = 256 << 20
-"""Host memory through which blocks reach a disk where no host tier was asked for."""
+"""Host memory through which blocks reach lower tiers where no host tier was asked for."""
 
 COPY_THREADS: Final = 2
 DISK_THREADS: Final = 4
@@ -24,6 +28,7 @@ def open_tiers(
     *,
     host_bytes: int = 0,
     disk: tuple[Path, int] | None = None,
+    remote: RemoteConfig | None = None,
     identity: bytes = bytes(32),
     lock: bool = False,
     files: Files | None = None,
@@ -32,26 +37,36 @@ def open_tiers(
 
     Args:
         piece_bytes: Bytes of a block in each array it is gathered to.
-        host_bytes: Of host memory; with a disk and 0, what passes blocks on is small.
+        host_bytes: Of host memory; with a lower tier and 0, what passes blocks on is small.
         disk: Folder and byte budget.
+        remote: A store on another machine.
         identity: 32 bytes over what all blocks have in common; blocks of another identity are not found.
         lock: Lock host memory.
         files: Another way to the disk.
 
     Raises:
         OSError: The folder cannot be made or used.
+        ConfigError: The store refuses us.
     """
     block_bytes = sum(piece_bytes)
-    host_bytes = host_bytes or max(min(STAGING_BYTES, disk[1] if disk else 0), 4 * block_bytes)
+    staging_bytes = STAGING_BYTES if remote else min(STAGING_BYTES, disk[1] if disk else 0)
     jobs = Jobs(COPY_THREADS, "octavo-tiers")
-    host = HostTier(host_bytes, block_bytes, jobs, lock=lock)
-    if disk is None:
-        return TieredStore(host, None, jobs, piece_bytes)
-    disk_jobs = Jobs(DISK_THREADS, "octavo-disk")
+    host = HostTier(host_bytes or max(staging_bytes, 4 * block_bytes), block_bytes, jobs, lock=lock)
+    lower: list[LowerTier] = []
+    lower_jobs: list[Jobs] = []
+    lanes: list[Lane] = []
     try:
-        below = DiskTier(*disk, block_bytes, identity, disk_jobs, files=files)
-    except OSError:
-        disk_jobs.close()
-        jobs.close()
+        if disk is not None:
+            lower_jobs.append(Jobs(DISK_THREADS, "octavo-disk"))
+            lower.append(DiskTier(*disk, block_bytes, identity, lower_jobs[-1], files=files))
+        if remote is not None:
+            tier = RemoteTier(remote, block_bytes, identity)
+            lower.append(tier)
+            lanes.append(tier)
+    except (OSError, ConfigError):
+        for tier_opened in lower:
+            tier_opened.close()
+        for threads in (*lower_jobs, jobs):
+            threads.close()
         raise
-    return TieredStore(host, below, jobs, piece_bytes, disk_jobs)
+    return TieredStore(host, lower, jobs, piece_bytes, lower_jobs=lower_jobs, lanes=lanes)

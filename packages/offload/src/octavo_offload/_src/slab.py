@@ -31,6 +31,7 @@ class Slab:
 
     Attributes:
         told: What the system granted, in words.
+        whole: All of it.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, *, lock: bool = False) -> None:
@@ -40,7 +41,7 @@ class Slab:
         if lock:
             words.append(self._lock())
         self.told = ", ".join(words)
-        self._view = memoryview(self._map)
+        self._view = self.whole = memoryview(self._map)
 
     def _want_huge_pages(self) -> str:
         with contextlib.suppress(OSError, AttributeError, ValueError):

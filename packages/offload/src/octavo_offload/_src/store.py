@@ -1,8 +1,8 @@
 """The tiers together: blocks go down as pieces of gathered arrays and come up as pieces to be scattered.
 
 Who owns what in each phase. *Down*: the caller hands over arrays that nobody writes any more; a worker waits for them, copies each block
-into a reserved slot of host memory, seals and publishes it, and hands the slot, leased, to the disk. *Up*: host slots are leased and
-disk blocks read into slots; when all there will be is there, a worker verifies each once more and copies it into buffers that belong
+into a reserved slot of host memory, seals and publishes it, and hands the slot, leased, to each lower tier. *Up*: host slots are leased
+and blocks of lower tiers read into slots; when all there will be is there, a worker verifies each once more and copies it into buffers that belong
 to the caller from then on; then every lease goes back. So no consumer ever sees memory that is used again: on a CPU `jax.device_put` of a
 slab would alias it.
 
@@ -24,6 +24,7 @@ from octavo_core.wire import TierStats
 from octavo_offload._src.disk import DiskTier
 from octavo_offload._src.host import HostTier, Lease
 from octavo_offload._src.jobs import Jobs
+from octavo_offload._src.lower import Lane, LowerTier
 from octavo_offload._src.policy import Chooser, Meter
 
 _LOG = logging.getLogger(__name__)
@@ -35,12 +36,13 @@ MAX_WAITING: Final = 16
 class Fetch:
     """Leading blocks of a prompt on their way up. `is_done`, then `take`; or `cancel`. Made by `TieredStore.fetch`."""
 
-    def __init__(self, store: TieredStore, keys: Sequence[bytes], wait_s: float) -> None:
-        self._store, self.keys = store, list(keys)
+    def __init__(self, store: TieredStore, keys: Sequence[bytes], places: Sequence[int], wait_s: float) -> None:
+        self._store, self.keys, self._places = store, list(keys), places
         self._lock = threading.Lock()
         self._leases: list[Lease | None] = [None] * len(keys)
         self._loose: list[int] = []
-        self._reads = self._num_asked = self._num_read = 0
+        self._reads = 0
+        self._num_asked, self._num_read = ([0] * len(store.lower) for _ in range(2))
         self._finishing = self._cancelled = False
         self._done = threading.Event()
         self._pieces: list[np.ndarray] = []
@@ -50,7 +52,7 @@ class Fetch:
 
     @property
     def is_done(self) -> bool:
-        """Nothing more will come. Past its deadline a fetch stops waiting for the disk and ends with what is there."""
+        """Nothing more will come. Past its deadline a fetch stops waiting for lower tiers and ends with what is there."""
         if not self._finishing and time.monotonic() > self.deadline_s:
             self._finish()
         return self._done.is_set()
@@ -74,17 +76,19 @@ class Fetch:
 
     def start(self) -> None:
         """Lease what is in host memory, begin to read the rest. In the caller's thread."""
-        host, disk = self._store.host, self._store.disk
+        host = self._store.host
         with self._lock:
             self._reads = 1
         for i, key in enumerate(self.keys):
             self._leases[i] = host.lease(key)
-            if self._leases[i] is None and (disk is None or not self._read_from(disk, i, key)):
+            if self._leases[i] is None and not self._read_from(self._places[i] - 1, i, key):
                 self.keys = self.keys[:i]
                 break
         self._one_read_less()
 
-    def _read_from(self, disk: DiskTier, index: int, key: bytes) -> bool:
+    def _read_from(self, tier: int, index: int, key: bytes) -> bool:
+        if tier < 0:
+            return False
         slot = self._store.host.reserve(key)
         name: bytes | None = key
         if slot is None:  # being written by another, or no room that is not leased
@@ -93,15 +97,16 @@ class Fetch:
             return False
         with self._lock:
             self._reads += 1
-            self._num_asked += 1
-        self._store.note_pending(1)
-        disk.read(key, self._store.host.slab.slot(slot), lambda answer, seal: self._arrived(index, key, name, slot, answer, seal))
+            self._num_asked[tier] += 1
+        self._store.note_pending(tier, 1)
+        into = self._store.host.slab.slot(slot)
+        self._store.lower[tier].read(key, into, lambda answer, seal: self._arrived(tier, index, key, name, slot, answer, seal))
         return True
 
-    def _arrived(self, index: int, key: bytes, name: bytes | None, slot: int, answer: Answer, seal: int) -> None:
-        """A block has been read from disk, or not."""
+    def _arrived(self, tier: int, index: int, key: bytes, name: bytes | None, slot: int, answer: Answer, seal: int) -> None:
+        """A block has been read from a lower tier, or not."""
         host = self._store.host
-        self._store.note_pending(-1)
+        self._store.note_pending(tier, -1)
         if answer is Answer.MISS:
             host.abandon(name, slot)
         elif name is not None:
@@ -120,12 +125,13 @@ class Fetch:
                     self._loose.append(slot)
             if late:
                 host.abandon(None, slot)
-        self._one_read_less(1)
+        self._one_read_less(tier)
 
-    def _one_read_less(self, is_block: int = 0) -> None:
+    def _one_read_less(self, tier: int | None = None) -> None:
         with self._lock:
             self._reads -= 1
-            self._num_read += is_block
+            if tier is not None:
+                self._num_read[tier] += 1
             last = self._reads == 0
         if last:
             self._finish()
@@ -135,8 +141,9 @@ class Fetch:
             if self._finishing:
                 return
             self._finishing = True
-            if self._num_asked:
-                self._store.chooser.disk.saw(max(self._num_read, 1), time.monotonic() - self._started_s)
+            for meter, asked, read in zip(self._store.chooser.lower, self._num_asked, self._num_read, strict=True):
+                if asked:
+                    meter.saw(max(read, 1), time.monotonic() - self._started_s)
         self._store.jobs.submit(self._copy_up, urgent=True)
 
     def _copy_up(self) -> None:
@@ -188,59 +195,76 @@ def join(view: memoryview, pieces: Sequence[np.ndarray], index: int) -> None:
 
 
 class TieredStore:
-    """Host memory over a disk.
+    """Host memory over tiers below it.
 
     Args:
-        host: Tier 2; it is also where blocks of the disk arrive.
-        disk: Tier 3, or None.
+        host: Tier 2; it is also where blocks of lower tiers arrive.
+        lower: Tiers 3 and 4, the faster first.
         jobs: Threads that copy.
         piece_bytes: Bytes of a block in each of the arrays it is gathered to.
-        disk_jobs: Threads of the disk, to be ended with it.
+        lower_jobs: Threads of lower tiers, to be ended with them.
+        lanes: Whatever else has to be idle before all is kept.
     """
 
     def __init__(
         self,
         host: HostTier,
-        disk: DiskTier | None,
+        lower: Sequence[LowerTier],
         jobs: Jobs,
         piece_bytes: Sequence[int],
-        disk_jobs: Jobs | None = None,
+        *,
+        lower_jobs: Sequence[Jobs] = (),
+        lanes: Sequence[Lane] = (),
     ) -> None:
-        self.host, self.disk, self.jobs = host, disk, jobs
+        self.host, self.lower, self.jobs = host, tuple(lower), jobs
         self.piece_bytes = tuple(piece_bytes)
-        self.chooser = Chooser(Meter(host.block_bytes / 2e9), Meter(host.block_bytes / 5e8))
-        self._disk_jobs = disk_jobs
+        self.chooser = Chooser(Meter(host.block_bytes / 2e9), *(Meter(host.block_bytes / 5e8) for _ in lower))
+        self.lower_jobs, self._lanes = tuple(lower_jobs), (jobs, *lower_jobs, *lanes)
         self._lock = threading.Lock()
-        self._waiting = self._pending = 0
+        self._waiting = 0
+        self._pending = [0] * len(self.lower)
         self.num_refused = 0
 
-    def note_pending(self, by: int) -> None:
-        """Blocks that are being read from disk."""
+    @property
+    def disk(self) -> DiskTier | None:
+        """Tier 3, if there is one."""
+        return next((tier for tier in self.lower if isinstance(tier, DiskTier)), None)
+
+    @property
+    def num_pending(self) -> int:
+        """Blocks that requests wait for in lower tiers."""
+        return sum(self._pending)
+
+    def note_pending(self, tier: int, by: int) -> None:
+        """Blocks that are being read from a lower tier."""
         with self._lock:
-            self._pending += by
+            self._pending[tier] += by
 
     def has(self, key: bytes) -> bool:
         """Whether a block is kept, or will be soon."""
-        return self.host.has(key) or (self.disk is not None and self.disk.has(key))
+        return self.host.has(key) or any(tier.has(key) for tier in self.lower)
 
-    def leading(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """How many leading blocks host memory has, and how many more both tiers together have."""
-        in_host = self.host.find(keys)
-        found = in_host
-        while found < len(keys) and self.disk is not None:
-            more = self.disk.find(keys[found:])
-            also = self.host.find(keys[found + more :]) if more else 0
-            if not more:
+    def places(self, keys: Sequence[bytes]) -> list[int]:
+        """Of each leading block that is kept where: 0 in host memory, from 1 on in a tier below."""
+        places: list[int] = []
+        tiers: list[HostTier | LowerTier] = [self.host, *self.lower]
+        while len(places) < len(keys):
+            rest = keys[len(places) :]
+            for place, tier in enumerate(tiers):
+                count = tier.find(rest)
+                if count:
+                    places += [place] * count
+                    break
+            else:
                 break
-            found += more + also
-        return in_host, found - in_host
+        return places
 
     # Down -------------------------------------------------------------------------------------------------------------
 
     @property
     def is_busy(self) -> bool:
         """So much waits to be copied down, or to be written, that more would be dropped."""
-        return self._waiting >= MAX_WAITING or (self.disk is not None and self.disk.is_busy)
+        return self._waiting >= MAX_WAITING or any(tier.is_busy for tier in self.lower)
 
     def save(self, keys: Sequence[bytes], pieces: Sequence[Any], done: Callable[[list[bool]], None] | None = None) -> None:
         """Keep blocks: row `i` of each piece belongs to `keys[i]`; rows beyond the keys are padding. Answers at once.
@@ -277,10 +301,11 @@ class TieredStore:
         if slot is None:
             return self.host.has(key)
         lease = self.host.write(key, slot, lambda view: join(view, arrays, index), lease=True)
-        if self.disk is None:
-            self.host.release(lease)
-        else:
-            self.disk.write(key, self.host.slab.slot(slot), lease.seal, lambda _: self.host.release(lease))
+        for tier in self.lower:
+            held = self.host.lease(key)
+            if held is not None:
+                tier.write(key, self.host.slab.slot(slot), lease.seal, lambda _, held=held: self.host.release(held))  # type: ignore[misc]
+        self.host.release(lease)
         return True
 
     # Up ---------------------------------------------------------------------------------------------------------------
@@ -292,65 +317,62 @@ class TieredStore:
             keys: Of a prompt, without those the device has.
             recompute_block_s: What the engine needs to compute a block.
         """
-        num_host, num_disk = self.leading(keys)
-        if num_host + num_disk == 0:
+        places = self.places(keys)
+        if not places:
             return None
-        choice, wait_s = self.chooser.choose(num_host, num_disk, self._pending, recompute_block_s)
-        if num_disk and choice != "all":
+        num, wait_s = self.chooser.choose(places, self._pending, recompute_block_s)
+        if num < len(places):
             self.num_refused += 1
             if self.chooser.should_probe():
-                self._probe(keys[num_host])
-        if choice == "nothing":
+                self._probe(keys, places, num)
+        if not num:
             return None
-        fetch = Fetch(self, keys[: num_host + num_disk * (choice == "all")], wait_s if choice == "all" else 1e9)
+        fetch = Fetch(self, keys[:num], places, wait_s)
         fetch.start()
         return fetch
 
-    def _probe(self, key: bytes) -> None:
-        """Read one block into host memory, for what that takes."""
-        if self.disk is None:
+    def _probe(self, keys: Sequence[bytes], places: Sequence[int], first: int) -> None:
+        """Read the first block that was not worth it into host memory, for what that takes."""
+        index = next((i for i in range(first, len(places)) if places[i]), None)
+        slot = self.host.reserve(keys[index]) if index is not None else None
+        if index is None or slot is None:
             return
-        slot = self.host.reserve(key)
-        if slot is None:
-            return
-        start = time.monotonic()
+        key, tier, start = keys[index], places[index] - 1, time.monotonic()
 
         def arrived(answer: Answer, seal: int) -> None:
-            self.chooser.disk.saw(1, time.monotonic() - start)
+            self.chooser.lower[tier].saw(1, time.monotonic() - start)
             if answer is Answer.HIT_VERIFIED:
                 self.host.publish(key, slot, seal)
             else:
                 self.host.abandon(key, slot)
 
-        self.disk.read(key, self.host.slab.slot(slot), arrived, urgent=False)
+        self.lower[tier].read(key, self.host.slab.slot(slot), arrived, urgent=False)
 
     # Looking in -------------------------------------------------------------------------------------------------------
 
     def stats(self) -> list[TierStats]:
         """A reading of each tier."""
         tiers: list[tuple[Any, str, int]] = [(self.host, "on", self.host.num_leased)]
-        if self.disk is not None:
-            tiers.append((self.disk, self.disk.state, self._pending))
+        tiers += [(tier, tier.state, pending) for tier, pending in zip(self.lower, self._pending, strict=True)]
         return [_stats(tier, state, busy) for tier, state, busy in tiers]
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until what was handed over is kept or dropped; False when that took too long."""
         end = time.monotonic() + timeout_s
-        lanes = [jobs for jobs in (self.jobs, self._disk_jobs) if jobs is not None]
         while time.monotonic() < end:
-            if not any(map(len, lanes)):  # one hands over to the other before it has ended
+            if not any(map(len, self._lanes)):  # one hands over to the other before it has ended
                 return True
-            for jobs in lanes:
-                jobs.wait_idle(max(0.0, end - time.monotonic()))
+            for lane in self._lanes:
+                lane.wait_idle(max(0.0, end - time.monotonic()))
         return False
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish what waits, for so long at most, and end."""
-        self.jobs.close(timeout_s)
-        if self._disk_jobs is not None:
-            self._disk_jobs.close(timeout_s)
-        if self.disk is not None:
-            self.disk.close()
+        self.wait_idle(timeout_s)
+        for jobs in (self.jobs, *self.lower_jobs):
+            jobs.close(timeout_s)
+        for tier in self.lower:
+            tier.close()
 
 
 def _stats(tier: Any, state: str, num_leased: int) -> TierStats:

@@ -1,0 +1,52 @@
+"""`octavo kv-store`: from options to a running node. Touches files, signals and the network."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import threading
+
+from octavo_core.errors import ConfigError
+from octavo_offload._src.remote.auth import read_key
+from octavo_offload._src.remote.blocks import Blocks
+from octavo_offload._src.remote.node import Node
+from octavo_offload._src.remote.tls import read_tls
+from octavo_offload._src.sizes import parse_size
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: Something cannot be as the options say.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    host, colon, port = options.bind.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"--bind is a host and a port such as 10.0.0.5:7100, got '{options.bind}'")
+    secret = read_key(options.key_file) if options.key_file else b""
+    memory = parse_size(options.memory, "--memory")
+    window = parse_size(options.store_window, "--store-window") if options.store_window else None
+    try:
+        blocks = Blocks(memory, window_bytes=window, member_bytes=parse_size(options.member_window, "--member-window"), lock=True)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--memory {options.memory} cannot be had: {error}") from None
+    node = Node(options.bind, blocks, secret, tls=read_tls(options.tls_cert, options.tls_key, options.tls_ca))
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    node.start()
+    print(
+        f"KV store at {node.address}, {blocks.total_bytes / 2**20:.0f} MiB ({blocks.slab.told}), blocks by grpc, "
+        f"incarnation {node.incarnation.hex()}",
+        flush=True,
+    )
+    stop.wait()
+    node.stop()
+    count = blocks.count
+    print(
+        f"KV store ends: {count.stored} blocks stored, {count.hits} leased, {count.evicted} evicted, {count.corrupt} corrupt",
+        flush=True,
+    )
+    return 0
