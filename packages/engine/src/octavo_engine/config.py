@@ -33,6 +33,8 @@ MAX_TENANTS: Final = 64
 class EngineConfig:
     """Everything an engine is started with. Zero or None: chosen at start, and shown in the start-up table.
 
+    Size: a field for each flag.
+
     Raises:
         ConfigError: For a value out of range, or a feature this version does not have; the message names the flag.
     """
