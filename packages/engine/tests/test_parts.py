@@ -194,6 +194,21 @@ def test_importing_config_and_commands_imports_no_jax():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_doctor_looks_at_the_fabric_and_wants_tcp_to_be_allowed(capsys):
+    from octavo_core.errors import ConfigError
+    from octavo_engine.commands import doctor
+
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    assert doctor.run(parser.parse_args(["--fabric"])) == 1
+    assert "--allow-tcp" in capsys.readouterr().out
+    doctor.run(parser.parse_args(["--fabric", "--allow-tcp"]))
+    assert "ok    transport" in capsys.readouterr().out
+    assert doctor.run(parser.parse_args(["--fabric", "--prometheus"])) == 0
+    with pytest.raises(ConfigError, match="which is missing"):
+        doctor.run(parser.parse_args(["--allow-tcp"]))
+
+
 def test_doctor_reports_each_fact_and_fails_for_a_missing_model(capsys):
     from octavo_engine.commands import doctor
 

@@ -159,16 +159,38 @@ class Doctor:
     help = "show what this machine has and whether the default model can be read"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Takes the model's options only."""
+        """What to look at."""
         parser.add_argument("--model", default=None, help="model to look at; without it the default one")
+        parser.add_argument(
+            "--fabric", action="store_true", help="look at RDMA links, limits and the transport of KV blocks instead"
+        )
+        parser.add_argument("--allow-tcp", action="store_true", help="with --fabric: blocks may travel over TCP")
+        parser.add_argument("--prometheus", action="store_true", help="with --fabric: print congestion counters for a monitor")
 
     def run(self, options: argparse.Namespace) -> int:
         """Print one line per fact; 1 when something needed is missing."""
+        if options.fabric or options.allow_tcp or options.prometheus:
+            return _fabric(options)
         problems = 0
         for name, check in (("python", _python), ("packages", _packages), ("jax", _jax), ("memory", _memory), ("cache", _cache)):
             problems += _report(name, check)
         missing = _report("model", lambda: _model(options.model))
         return min(1, problems + (missing or _report("attention", lambda: _attention(options.model))))
+
+
+def _fabric(options: argparse.Namespace) -> int:
+    """`octavo doctor --fabric`."""
+    from octavo_offload import fabric
+
+    if not options.fabric:
+        raise ConfigError("--allow-tcp and --prometheus belong to octavo doctor --fabric, which is missing")
+    if options.prometheus:
+        print(fabric.exposition(), end="")
+        return 0
+    facts = fabric.report(allow_tcp=options.allow_tcp)
+    for fact in facts:
+        print(f"{'ok  ' if fact.is_good else 'FAIL'}  {fact.name:9s} {fact.told}")
+    return int(not all(fact.is_good for fact in facts))
 
 
 def _report(name: str, check: object) -> int:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from octavo_core.tiers import Answer, Capacity, Done
-from octavo_offload._src.checksum import checksum
+from octavo_offload._src.checksum import checksum, copy, copy_and_seal
 from octavo_offload._src.counters import Counters, timed
 from octavo_offload._src.jobs import Jobs
 from octavo_offload._src.slab import Slab
@@ -144,12 +144,13 @@ class HostTier:
             self.forget(lease.key)
         return Answer(good)
 
-    def write(self, key: bytes, slot: int, fill: Callable[[memoryview], None], *, lease: bool = False) -> Lease:
-        """Fill a reserved slot, seal it and publish it."""
+    def write(self, key: bytes, slot: int, fill: Callable[[memoryview], int | None], *, lease: bool = False) -> Lease:
+        """Fill a reserved slot, seal it (unless `fill` answers the checksum) and publish it."""
         with timed() as taken:
             view = self.view(slot)
-            fill(view)
-            seal = checksum(key, view)
+            seal = fill(view)
+            if seal is None:
+                seal = checksum(key, view)
         with self._lock:
             self.count.written_bytes += self.block_bytes
             self.count.write_s += taken[0]
@@ -196,10 +197,7 @@ class HostTier:
             self.note_dropped(1)
             return Answer.MISS
 
-        def fill(view: memoryview) -> None:
-            view[:] = block
-
-        self.write(key, slot, fill)
+        self.write(key, slot, lambda view: copy_and_seal(key, view, block))
         return Answer.HIT_VERIFIED
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
@@ -214,11 +212,8 @@ class HostTier:
                 self.count.misses += 1
             return Answer.MISS
 
-        def copy(view: memoryview) -> None:
-            into[:] = view
-
         try:
-            return self.read(lease, copy)
+            return self.read(lease, lambda view: copy(into, view))
         finally:
             self.release(lease)
 

@@ -75,4 +75,5 @@ class Jobs:
             del job
             with self._ready:
                 self._running -= 1
-                self._ready.notify_all()
+                if not self._running and not any(self._lanes):
+                    self._ready.notify_all()  # for those that wait until nothing runs
