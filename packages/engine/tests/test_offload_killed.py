@@ -9,6 +9,8 @@ import sys
 import numpy as np
 import pytest
 
+from octavo_offload.node import Blocks, Node
+
 CHILD = """
 import itertools, json, sys
 from octavo_core.wire import SamplingParams
@@ -54,3 +56,32 @@ def test_after_a_kill_the_next_engine_has_cached_tokens_and_the_same_text(checkp
         got = [json.loads(line) for line in child.stdout]
     assert [tokens for tokens, _ in got] == wanted
     assert got[0][1] == 96
+
+
+@pytest.mark.slow
+def test_an_engine_has_cached_tokens_from_a_store_that_another_filled(checkpoint, tmp_path):
+    """Through the flags, as a server is started."""
+    rng = np.random.default_rng(7)
+    prompts = [rng.integers(0, 96, 100).tolist() for _ in range(6)]
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    node = Node("127.0.0.1:0", Blocks(64 << 20), b"k" * 32)
+    node.start()
+    llm = {
+        "model": str(checkpoint),
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "block_size": 16,
+        "num_gpu_blocks_override": 31,
+    }
+    remote = {**llm, "kv_offload": f"remote={node.address}", "kv_store_key_file": str(key)}
+    with started(llm, prompts, forever=False) as plain:
+        wanted = [json.loads(line)[0] for line in plain.stdout]
+    for _ in range(2):
+        with started(remote, prompts, forever=False) as child:
+            got = [json.loads(line) for line in child.stdout]
+        assert [tokens for tokens, _ in got] == wanted
+    assert got[0][1] == 96
+    assert node.blocks.num_leased == 0
+    node.stop(0.0)

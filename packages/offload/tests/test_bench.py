@@ -7,6 +7,6 @@ def test_the_bench_runs_and_names_its_figures(tmp_path, capsys):
     bench.main(["--quick", "--json", str(tmp_path / "out.json"), "--folder", str(tmp_path)])
     names = {row["name"] for row in json.loads((tmp_path / "out.json").read_text())}
     assert names == {"checksum"} | {
-        f"tier_{tier}_{way}{what}" for tier in ("host", "disk") for way in ("write", "read") for what in ("", "_fraction")
+        f"tier_{tier}_{way}{what}" for tier in ("host", "disk", "remote") for way in ("write", "read") for what in ("", "_fraction")
     }
     assert "goal" in capsys.readouterr().out

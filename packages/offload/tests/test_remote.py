@@ -433,3 +433,33 @@ def test_writers_and_readers_at_once_get_right_bytes(node, tiers):
         reader.join()
     assert wrong == []
     assert tier.count.corrupt == 0
+
+
+@pytest.mark.slow
+def test_no_damage_in_a_store_or_death_of_an_agent_gives_a_wrong_byte(tiers):
+    """500 seeded faults: bits that flip in the store's memory, agents that are killed, blocks evicted amid it all."""
+    rng = random.Random(11)
+    node = Node("127.0.0.1:0", Blocks(512 << 10), KEY)
+    node.start()
+    tier = tiers(node.address)
+    faults = kills = 0
+    while faults < 500:
+        first = rng.randrange(90)
+        numbers = range(first, first + rng.randint(1, 8))
+        (suite.put if rng.random() < 0.5 else suite.get)(tier, numbers)  # compares every hit
+        for _ in range(rng.randrange(4)):
+            node.blocks.slab.whole[rng.randrange(node.blocks.total_bytes)] ^= 1 << rng.randrange(8)
+            faults += 1
+        if faults > 100 * (kills + 1):
+            agent = tier.agent_id
+            ticket = tier.get([suite.key_of(n) for n in numbers], [memoryview(bytearray(suite.BLOCK_BYTES)) for _ in numbers])
+            os.kill(agent, signal.SIGKILL)
+            suite.wait_for(tier, [ticket])
+            until(lambda agent=agent: tier.agent_id != agent and tier.state == "on", "a new agent joins")
+            kills += 1
+    assert kills >= 4
+    assert tier.count.corrupt > 0
+    assert tier.count.hits > 100
+    assert tier.wait_idle(PATIENCE_S)
+    assert tier.num_quarantined == 0
+    node.stop(0.0)

@@ -1,12 +1,13 @@
 """How fast blocks move: `python -m octavo_offload.bench [--json FILE] [--quick] [--folder PATH]`.
 
 Each tier is timed beside what it stands on, in the same run and in turn: host memory beside `memcpy`, the disk beside the same reads and
-writes without headers, checksums and books. `tier_<name>_<way>_fraction` is the one over the other. Blocks are 1 MiB.
+writes without headers, checksums and books, a store over loopback beside a bare socket. `tier_<name>_<way>_fraction` is the one over the other. Blocks are 1 MiB.
 """
 
 from __future__ import annotations
 
 import argparse
+import socket
 import statistics
 import sys
 import tempfile
@@ -20,7 +21,7 @@ import numpy as np
 
 from octavo_core.bench import Report, time_call
 from octavo_core.tiers import Answer, Tier
-from octavo_offload import DiskTier, HostTier, Jobs, ThreadFiles, checksum
+from octavo_offload import DiskTier, HostTier, Jobs, RemoteConfig, RemoteTier, ThreadFiles, checksum
 from octavo_offload._src.setup import COPY_THREADS, DISK_THREADS
 from octavo_offload._src.slab import Slab
 
@@ -112,7 +113,38 @@ def run(report: Report, folder: Path, *, quick: bool) -> None:
     timing = time_call(lambda: checksum(bytes(32), blocks.source[0]), budget_s=0.05)
     report.add("checksum", BLOCK_BYTES / timing.median_us / 1e3, "GB/s", timing.n, "one thread, in cache")
     jobs.close()
+    _measure_remote(report, _Blocks(16), rounds)
     _measure_disk(report, folder, blocks, rounds)
+
+
+def _measure_remote(report: Report, blocks: _Blocks, rounds: int) -> None:
+    """A store in this process and an agent, over loopback, beside the same bytes through a TCP socket between two threads."""
+    from octavo_offload.node import Blocks, Node
+
+    node = Node("127.0.0.1:0", Blocks(8 * blocks.count * BLOCK_BYTES), b"bench" * 8)
+    node.start()
+    config = RemoteConfig(
+        target=node.address, secret=b"bench" * 8, window_bytes=blocks.count * BLOCK_BYTES, deadline_s=60.0, join_s=60.0
+    )
+    tier = RemoteTier(config, BLOCK_BYTES, bytes(32))
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+
+        def send() -> None:
+            for view in blocks.source:
+                ours.sendall(view)
+
+        def raw() -> None:
+            sending = pool.submit(send)
+            for view in blocks.target:
+                theirs.recv_into(view, len(view), socket.MSG_WAITALL)
+            sending.result()
+
+        with ours, theirs:
+            _measure(report, "remote", tier, blocks, (raw, raw), rounds)
+    tier.close()
+    node.stop(0.0)
 
 
 def _measure_disk(report: Report, folder: Path, blocks: _Blocks, rounds: int) -> None:

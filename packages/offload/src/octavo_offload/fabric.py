@@ -148,14 +148,15 @@ def exposition(root: Path = Path("/")) -> str:
 
 
 def report(root: Path = Path("/"), *, allow_tcp: bool = False) -> list[Fact]:
-    """Everything, link by link and limit by limit."""
+    """Everything, link by link and limit by limit. With `allow_tcp` what RDMA alone wants is told and may be missing."""
     links = ports(root)
     facts = [fact for port in links for fact in _port_facts(port)]
     if not links:
         facts.append(
             Fact("link", allow_tcp, "no RDMA device in /sys/class/infiniband" + ("" if allow_tcp else "; --allow-tcp does without"))
         )
-    facts += [_verbs(root), _kernel(), _memlock(), _hugepages(root), _shm(root), _nixl()]
+    verbs, memlock = (fact._replace(is_good=fact.is_good or allow_tcp) for fact in (_verbs(root), _memlock()))
+    facts += [verbs, _kernel(), memlock, _hugepages(root), _shm(root), _nixl()]
     told = "blocks travel by gRPC over TCP"
     facts.append(
         Fact("transport", allow_tcp, told + ("" if allow_tcp else ", which is no RDMA fabric; --allow-tcp says that this is meant"))
