@@ -229,9 +229,9 @@ def _step(
         plgpu.barrier_arrive(at["turn"])
     values = at["v"].at[stage]
     if config.has_scales:
-        _widen(config, values, at["wide"].at[1], at, *((oldest - ahead, s.steps.context - ahead) if masked else ()))
+        _widen(config, values, at["wide_v"], at, *((oldest - ahead, s.steps.context - ahead) if masked else ()))
         plgpu.barrier_arrive(at["v_free"].at[stage])
-        values = at["wide"].at[1]
+        values = at["wide_v"]
     else:
         plgpu.barrier_wait(at["v_full"].at[stage])
         if masked:
@@ -246,15 +246,15 @@ def _step(
 
 
 def _products(config: PrefillConfig, queries: Any, stage: jax.Array, at: dict[str, Any]) -> jax.Array:
-    """Queries times keys; of FP8 ones, which go through `wide`, times their scales."""
+    """Queries times keys; of FP8 ones, which go through `wide_k`, times their scales."""
     shape = (WARPGROUP_ROWS, config.tile_kv)
     keys = at["k"].at[stage]
     plgpu.barrier_wait(at["k_full"].at[stage])
     if config.has_scales:
         scale = mosaic.by_column(at["k_scale"].at[stage])
-        _widen(config, keys, at["wide"].at[0], at)
+        _widen(config, keys, at["wide_k"], at)
         plgpu.barrier_arrive(at["k_free"].at[stage])
-        return mosaic.product(queries, mosaic.transposed(at["wide"].at[0]), shape) * mosaic.across(scale, shape)
+        return mosaic.product(queries, mosaic.transposed(at["wide_k"]), shape) * mosaic.across(scale, shape)
     meanwhile = functools.partial(_turn, at) if config.take_turns else None
     scores = mosaic.product(queries, mosaic.transposed(keys), shape, meanwhile=meanwhile)
     plgpu.barrier_arrive(at["k_free"].at[stage])
