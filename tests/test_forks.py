@@ -1,5 +1,6 @@
 """The pages "replace …": their code, built as a distribution outside the workspace and installed, serves what Octavo's own parts serve."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,13 +12,13 @@ import pytest
 from octavo_core.errors import ConfigError
 from octavo_core.specs import CacheSpec
 from octavo_core.testing import attention
-from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.testing.scheduler import check_scheduler
 from octavo_core.testing.small_cache import SmallCache
 from octavo_core.wire import SamplingParams
 from octavo_engine import LLM
 from octavo_engine.config import EngineConfig
 from octavo_scheduler import SchedulerConfig
+from octavo_tools.nightly import model_name, server
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "packages" / "models" / "tests" / "fixtures" / "llama"
@@ -61,7 +62,7 @@ def fork(tmp_path_factory):
 
 
 def run(*command):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode and "hatchling" in done.stderr and "offline" in done.stderr.lower():
         pytest.skip("hatchling is not in uv's cache and the registry is not asked")
     assert done.returncode == 0, done.stderr
@@ -94,6 +95,20 @@ def test_all_five_replaced_at_once_serve_the_tokens_that_octavos_own_serve(fork)
     assert replaced == tokens
     for own, theirs in zip(scores, their_scores, strict=True):
         np.testing.assert_allclose(theirs, own, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_server_with_all_five_replaced_is_accepted_as_a_server_of_completions(fork, shared, monkeypatch):
+    script = shared / "accept" / "openai_accept.py"
+    if not script.is_file():
+        pytest.skip("the acceptance script is absent (OCTAVO_SHARED names the folder it is in)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(fork), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in NAMES.items()]
+    with server([*flags, "--max-model-len=2048", "--max-num-seqs=16", "--watchdog-timeout=600", "--disable-access-log"]) as url:
+        argv = [sys.executable, str(script), "--base-url", url, "--model", model_name(url, None), "--timeout=600", "--only=comp*"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert re.search(r"TOTAL [1-9]\d* passed", done.stdout), done.stdout[-1000:]
 
 
 def test_the_scheduler_of_the_page_keeps_every_promise():
