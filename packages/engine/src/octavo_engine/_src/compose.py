@@ -25,7 +25,7 @@ from octavo_core.plan import SamplingArrivals
 from octavo_core.seams import AttentionBackend, Model, PrefixCache, Sampler, Scheduler
 from octavo_core.specs import CacheSpec, KVGroupSpec
 from octavo_core.wire import ModelCard
-from octavo_engine._src import host, kv_events_config, plug, sizing, weights
+from octavo_engine._src import host, huge_pages, kv_events_config, plug, sizing, weights
 from octavo_engine._src.cluster import Follower, Leader, join
 from octavo_engine._src.compiles import CompileCounter
 from octavo_engine._src.compose_tiers import build_tiers
@@ -240,6 +240,8 @@ def _build_joined(config: EngineConfig, logs: Logs, kv_events: KVEvents | None, 
         table.append(("KV events", *kv_events.told))
     offload = build_tiers(config, checkpoint, loaded, attention, runner, planner, cache, table)
     core = EngineCore(config, card, planner, runner, template, logs, kv_events, overlap=overlap, offload=offload)
+    if on_cpu:
+        table.append(("memory pages", *huge_pages.begin((programs.params, runner.kv))))
     table.append(("start", f"{time.monotonic() - started_s:.1f} s", "from nothing to ready"))
     host.return_freed_memory()
     compiles.arm()

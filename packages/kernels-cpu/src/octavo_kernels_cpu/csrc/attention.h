@@ -16,8 +16,10 @@
 
 namespace octavo {
 
-constexpr int TILE_KV = 32;      // tokens of context at once
+constexpr int TILE_KV = 32;      // tokens of context whose scores come at once
+constexpr int SPAN = 128;        // tokens of context whose scores become weights at once
 constexpr int TILE_ROWS = 24;    // query rows (queries × heads of a KV head) at once
+constexpr int WIDEN_ROWS = 6;    // rows from which on bfloat16 K and V are widened once, not for every few rows
 constexpr int MAX_HEAD_DIM = 256;
 constexpr float MASKED = -1e30f;
 
@@ -44,78 +46,106 @@ struct Batch {
   int num_rows, max_blocks, tokens;
 };
 
-// Scores of R rows of q with tokens [offset, offset + NT W) of a block: s[R][TILE_KV].
-template <bool BF16, int R, int NT>
-OCTAVO_INLINE void score_tile(const Pools& p, const void* k, int offset, const float* q, float* s) {
-  F acc[R][NT];
-  for (int r = 0; r < R; r++)
-    for (int t = 0; t < NT; t++) acc[r][t] = splat(0.0f);
-  const int dim = p.head_dim, size = p.block_size;
-  if constexpr (BF16) {
-    const uint32_t* pairs = (const uint32_t*)k + offset;
-    for (int d = 0; d < dim; d += 2, pairs += size) {
-      I bits[NT];
-      for (int t = 0; t < NT; t++) bits[t] = load_bits(pairs + t * W);
-      for (int r = 0; r < R; r++)
-        for (int t = 0; t < NT; t++) acc[r][t] = fma(splat(q[r * dim + d]), low_bf16(bits[t]), acc[r][t]);
-      for (int r = 0; r < R; r++)
-        for (int t = 0; t < NT; t++) acc[r][t] = fma(splat(q[r * dim + d + 1]), high_bf16(bits[t]), acc[r][t]);
+// Two vectors of a row of keys or values, the first or second of each pair; or of a row of floats.
+template <bool PAIRS, int N>
+OCTAVO_INLINE void two_or_one(const void* row, bool second, F* out) {
+  for (int i = 0; i < N; i++) {
+    if constexpr (PAIRS) {
+      const I bits = load_bits((const uint32_t*)row + i * W);
+      out[i] = second ? high_bf16(bits) : low_bf16(bits);
+    } else {
+      out[i] = load((const float*)row + i * W);
     }
-  } else {
-    const float* row = (const float*)k + offset;
-    for (int d = 0; d < dim; d++, row += size) {
-      F key[NT];
-      for (int t = 0; t < NT; t++) key[t] = load(row + t * W);
-      for (int r = 0; r < R; r++)
-        for (int t = 0; t < NT; t++) acc[r][t] = fma(splat(q[r * dim + d]), key[t], acc[r][t]);
+  }
+}
+
+// Sums over even and odd terms apart: what one multiplies the next need not wait for, and all of them fit the registers.
+template <int R, int N>
+struct Sums {
+  F even[R][N], odd[R][N];
+
+  OCTAVO_INLINE void clear_odd() {
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < N; i++) odd[r][i] = splat(0.0f);
+  }
+  // Each row's factor, `stride` apart, with each vector.
+  static OCTAVO_INLINE void onto(F (&sum)[R][N], const float* factor, int stride, const F* x) {
+    for (int r = 0; r < R; r++) {
+      const F a = splat(factor[r * stride]);
+      for (int i = 0; i < N; i++) sum[r][i] = fma(a, x[i], sum[r][i]);
+    }
+  }
+};
+
+// Scores of R rows of q with N W tokens from k on, a row of features (or of pairs of them) `size` words long: s[R][SPAN].
+template <bool PAIRS, int R, int N>
+OCTAVO_INLINE void score_tile(int dim, int size, const void* k, const float* q, float* s) {
+  Sums<R, N> sums;
+  sums.clear_odd();
+  std::memcpy(&sums.even, &sums.odd, sizeof sums.odd);
+  const uint32_t* row = (const uint32_t*)k;
+  for (int d = 0; d < dim; d += 2, row += PAIRS ? size : 2 * size) {
+    F key[N];
+    two_or_one<PAIRS, N>(row, false, key);
+    sums.onto(sums.even, q + d, dim, key);
+    two_or_one<PAIRS, N>(PAIRS ? row : row + size, true, key);
+    sums.onto(sums.odd, q + d + 1, dim, key);
+  }
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < N; i++) store(s + r * SPAN + i * W, add(sums.even[r][i], sums.odd[r][i]));
+}
+
+// Values of a span's tokens: tiles that lie anywhere, of `tile` tokens each, the last one perhaps not full.
+struct Values {
+  const void* at[SPAN / 16];
+  int tile, count;
+};
+
+// acc[r][0 .. N W) = fade[r] acc + sum over the span's tokens of weight · V, from feature `d` on.
+template <bool PAIRS, int R, int N>
+OCTAVO_INLINE void weigh_span(int dim, const Values& v, int d, const float* weight, const float* fade, float* acc) {
+  Sums<R, N> sums;
+  sums.clear_odd();
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < N; i++) sums.even[r][i] = mul(load(acc + r * dim + i * W), splat(fade[r]));
+  for (int begin = 0, i = 0; begin < v.count; begin += v.tile, i++) {
+    const uint32_t* row = (const uint32_t*)v.at[i] + d;
+    const int end = std::min(begin + v.tile, v.count);
+    for (int t = begin; t < end; t += 2, row += PAIRS ? dim : 2 * dim) {
+      F value[N];
+      two_or_one<PAIRS, N>(row, false, value);
+      sums.onto(sums.even, weight + t, SPAN, value);
+      if (t + 1 == end) break;  // what lies beyond may be anything
+      two_or_one<PAIRS, N>(PAIRS ? row : row + dim, true, value);
+      sums.onto(sums.odd, weight + t + 1, SPAN, value);
     }
   }
   for (int r = 0; r < R; r++)
-    for (int t = 0; t < NT; t++) store(s + r * TILE_KV + t * W, acc[r][t]);
+    for (int i = 0; i < N; i++) store(acc + r * dim + i * W, add(sums.even[r][i], sums.odd[r][i]));
 }
 
-// acc[r][d0 .. d0 + ND W) = fade[r] acc + sum over the tile's first `count` tokens of weight · V.
-template <bool BF16, int R, int ND>
-OCTAVO_INLINE void weigh_tile(const Pools& p, const void* v, int offset, int count, const float* weight, const float* fade, int d0, float* acc) {
-  const int dim = p.head_dim;
-  F sum[R][ND];
-  for (int r = 0; r < R; r++)
-    for (int d = 0; d < ND; d++) sum[r][d] = mul(load(acc + r * dim + d0 + d * W), splat(fade[r]));
-  if constexpr (BF16) {
-    const uint32_t* pairs = (const uint32_t*)v + size_t(offset / 2) * dim + d0;
-    for (int t = 0; t < count; t += 2, pairs += dim) {
-      I bits[ND];
-      for (int d = 0; d < ND; d++) bits[d] = load_bits(pairs + d * W);
-      for (int r = 0; r < R; r++)
-        for (int d = 0; d < ND; d++) sum[r][d] = fma(splat(weight[r * TILE_KV + t]), low_bf16(bits[d]), sum[r][d]);
-      if (t + 1 == count) break;  // what lies beyond may be anything
-      for (int r = 0; r < R; r++)
-        for (int d = 0; d < ND; d++) sum[r][d] = fma(splat(weight[r * TILE_KV + t + 1]), high_bf16(bits[d]), sum[r][d]);
-    }
-  } else {
-    const float* row = (const float*)v + size_t(offset) * dim + d0;
-    for (int t = 0; t < count; t++, row += dim) {
-      F value[ND];
-      for (int d = 0; d < ND; d++) value[d] = load(row + d * W);
-      for (int r = 0; r < R; r++)
-        for (int d = 0; d < ND; d++) sum[r][d] = fma(splat(weight[r * TILE_KV + t]), value[d], sum[r][d]);
-    }
-  }
-  for (int r = 0; r < R; r++)
-    for (int d = 0; d < ND; d++) store(acc + r * dim + d0 + d * W, sum[r][d]);
+template <bool PAIRS, int TILE, int R>
+__attribute__((noinline)) void score_rows(int dim, int size, const void* k, const float* q, float* s) {
+  constexpr int N = std::min(2, TILE / W);
+  for (int t = 0; t < TILE; t += N * W) score_tile<PAIRS, R, N>(dim, size, (const uint32_t*)k + t, q, s + t);
 }
 
-template <bool BF16, int NT, int R>
-__attribute__((noinline)) void score_rows(const Pools& p, const void* k, int offset, const float* q, float* s) {
-  score_tile<BF16, R, NT>(p, k, offset, q, s);
-}
-
-template <bool BF16, int R>
-__attribute__((noinline)) void weigh_rows(const Pools& p, const void* v, int offset, int count, const float* weight, const float* fade,
-                                          float* acc) {
+template <bool PAIRS, int R>
+__attribute__((noinline)) void weigh_rows(int dim, const Values& v, const float* weight, const float* fade, float* acc) {
   int d = 0;
-  for (; d + 4 * W <= p.head_dim; d += 4 * W) weigh_tile<BF16, R, 4>(p, v, offset, count, weight, fade, d, acc);
-  for (; d < p.head_dim; d += W) weigh_tile<BF16, R, 1>(p, v, offset, count, weight, fade, d, acc);
+  for (; d + 2 * W <= dim; d += 2 * W) weigh_span<PAIRS, R, 2>(dim, v, d, weight, fade, acc + d);
+  for (; d < dim; d += W) weigh_span<PAIRS, R, 1>(dim, v, d, weight, fade, acc + d);
+}
+
+// `rows` rows of `pairs` pairs of bfloat16, `stride` pairs apart, as two rows of floats each.
+OCTAVO_INLINE void widen_pairs(const void* from, int rows, int pairs, int stride, float* to) {
+  const uint32_t* in = (const uint32_t*)from;
+  for (int r = 0; r < rows; r++, in += stride, to += 2 * pairs)
+    for (int i = 0; i < pairs; i += W) {
+      const I bits = load_bits(in + i);
+      store(to + i, low_bf16(bits));
+      store(to + pairs + i, high_bf16(bits));
+    }
 }
 
 // fn(first row, integral constant: how many) over all rows, as many at once as the registers hold.
@@ -150,11 +180,82 @@ struct Item {
   int row, head, first;
 };
 
+// Where a tile of context lies.
+template <bool BF16, int TILE>
+struct Tile {
+  const uint32_t *k, *v;
+  int dim, size;
+
+  Tile(const Pools& p, const int* table, int head, int token) : dim(p.head_dim), size(p.block_size) {
+    const int id = table[token / size], block = id >= 0 && id < p.num_blocks ? id : 0, offset = token % size;
+    if constexpr (BF16) {
+      k = (const uint32_t*)p.k_of<uint16_t>(block, head) + offset;
+      v = (const uint32_t*)p.v_of<uint16_t>(block, head) + size_t(offset / 2) * dim;
+    } else {
+      k = (const uint32_t*)p.k_of<float>(block, head) + offset;
+      v = (const uint32_t*)p.v_of<float>(block, head) + size_t(offset) * dim;
+    }
+  }
+
+  // The processor's own prefetching stops at the end of a page, and blocks lie anywhere.
+  void prefetch() const {
+    constexpr int LINES = 8, LINE = 16;
+    for (int i = 0; i < LINES; i++) {
+      __builtin_prefetch(TILE == 2 * LINE ? k + size_t(i / 2) * size + i % 2 * LINE : k + size_t(i) * size);
+      __builtin_prefetch(v + i * LINE);
+    }
+  }
+};
+
+// Tokens whose scores become weights at once, so that their values in floats fit the first-level cache.
+inline int span_of(int head_dim) { return head_dim <= 64 ? SPAN : head_dim <= 128 ? SPAN / 2 : SPAN / 4; }
+constexpr int WIDE = SPAN * 64;
+
+// Scores of all rows with one tile, and what a span weighs; `wide`: room for `WIDE` floats.
+template <bool BF16, int TILE>
+struct Products {
+  int dim, size, rows;
+  float* wide;
+
+  bool widens() const { return BF16 && rows >= WIDEN_ROWS; }
+
+  void score(const uint32_t* k, const float* q, float* s) const {
+    if (widens()) {
+      widen_pairs(k, dim / 2, TILE, size, wide);
+      score_all<false>(TILE, wide, q, s);
+    } else {
+      score_all<BF16>(size, k, q, s);
+    }
+  }
+  void weigh(Values v, const float* weight, const float* fade, float* acc) const {
+    if (widens()) {
+      for (int i = 0; i * TILE < v.count; i++) widen_pairs(v.at[i], TILE / 2, dim, dim, wide + i * TILE * dim);
+      weigh_all<false>({{wide}, v.count, v.count}, weight, fade, acc);
+    } else {
+      weigh_all<BF16>(v, weight, fade, acc);
+    }
+  }
+
+ private:
+  template <bool PAIRS>
+  void score_all(int size, const void* k, const float* q, float* s) const {
+    in_registers<ROWS_IN_REGISTERS>(0, rows, [&](int r, auto some) {
+      score_rows<PAIRS, TILE, decltype(some)::value>(dim, size, k, q + r * dim, s + r * SPAN);
+    });
+  }
+  template <bool PAIRS>
+  void weigh_all(const Values& v, const float* weight, const float* fade, float* acc) const {
+    in_registers<ROWS_IN_REGISTERS>(0, rows, [&](int r, auto some) {
+      weigh_rows<PAIRS, decltype(some)::value>(dim, v, weight + r * SPAN, fade + r, acc + r * dim);
+    });
+  }
+};
+
 // Queries [first, first + count) of a row with one KV head.
 template <bool BF16, int TILE>
 void attend_item(const Pools& p, const Batch& b, int heads, float scale, const float* q, float* out, Item item, int count) {
   const int group = heads / p.kv_heads, dim = p.head_dim, rows = count * group;
-  alignas(64) float query[TILE_ROWS * MAX_HEAD_DIM], acc[TILE_ROWS * MAX_HEAD_DIM], s[TILE_ROWS * TILE_KV];
+  alignas(64) float query[TILE_ROWS * MAX_HEAD_DIM], acc[TILE_ROWS * MAX_HEAD_DIM], s[TILE_ROWS * SPAN], wide[WIDE];
   float top[TILE_ROWS], total[TILE_ROWS], fade[TILE_ROWS];
   const int token = b.query_start[item.row] + item.first;
   const int* table = b.block_table + size_t(item.row) * b.max_blocks;
@@ -170,17 +271,21 @@ void attend_item(const Pools& p, const Batch& b, int heads, float scale, const f
   std::memset(acc, 0, size_t(rows) * dim * 4);
   std::fill(top, top + rows, MASKED);
   std::fill(total, total + rows, 0.0f);
-  for (int t = 0; t < end; t += TILE) {
-    const int id = table[t / p.block_size], block = id >= 0 && id < p.num_blocks ? id : 0, offset = t % p.block_size;
-    const void *k = BF16 ? (const void*)p.k_of<uint16_t>(block, item.head) : p.k_of<float>(block, item.head);
-    const void *v = BF16 ? (const void*)p.v_of<uint16_t>(block, item.head) : p.v_of<float>(block, item.head);
-    in_registers<ROWS_IN_REGISTERS>(0, rows, [&](int r, auto some) {
-      score_rows<BF16, TILE / W, decltype(some)::value>(p, k, offset, query + r * dim, s + r * TILE_KV);
-    });
-    for (int r = 0; r < rows; r++) fade[r] = soften(s + r * TILE_KV, std::min(length + r / group, end) - t, TILE, top[r], total[r]);
-    in_registers<ROWS_IN_REGISTERS>(0, rows, [&](int r, auto some) {
-      weigh_rows<BF16, decltype(some)::value>(p, v, offset, std::min(TILE, end - t), s + r * TILE_KV, fade + r, acc + r * dim);
-    });
+  const Products<BF16, TILE> products{dim, p.block_size, rows, wide};
+  const int span = span_of(dim);
+  for (int begin = 0; begin < end; begin += span) {
+    const int stop = std::min(begin + span, end);
+    Values values{{}, TILE, stop - begin};
+    int tiles = 0;
+    for (int t = begin; t < stop; t += TILE, tiles++) {
+      const Tile<BF16, TILE> tile(p, table, item.head, t);
+      if (t + TILE < end) Tile<BF16, TILE>(p, table, item.head, t + TILE).prefetch();
+      products.score(tile.k, query, s + tiles * TILE);
+      values.at[tiles] = tile.v;
+    }
+    for (int r = 0; r < rows; r++)
+      fade[r] = soften(s + r * SPAN, std::min(length + r / group, end) - begin, tiles * TILE, top[r], total[r]);
+    products.weigh(values, s, fade, acc);
   }
   for (int i = 0; i < count; i++)
     for (int g = 0; g < group; g++) {
