@@ -56,6 +56,21 @@ def test_a_row_has_the_same_result_to_the_last_bit_in_any_company(library: Libra
         assert np.array_equal(answer(library, matrix, x[-rows:]), together[-rows:])
 
 
+@pytest.mark.parametrize(("source", "form"), PAIRS, ids=lambda x: x.name)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_rows_of_zeros_at_the_end_change_no_other_row(library: Library, source: Source, form: Format, with_bias: bool) -> None:
+    raw, _ = raw_of(numbers(40, 288, 0), source)
+    bias = numbers(1, 40, 1)[0].astype(np.float32) if with_bias else None
+    matrix, x = Matrix(library, raw, form, bias=bias), numbers(20, 288, 1)
+    x[3] = 0
+    together = answer(library, matrix, x)
+    for live in (0, 1, 4, 13):
+        some = np.where(np.arange(20)[:, None] < live, x, 0)
+        found = answer(library, matrix, some)
+        assert np.array_equal(found[:live], together[:live])
+        assert np.array_equal(found[live:], np.broadcast_to(np.zeros(40) if bias is None else bias, found[live:].shape))
+
+
 @pytest.mark.parametrize("form", [Format.F32, Format.BF16], ids=lambda x: x.name)
 def test_floats_need_no_multiple_of_anything(library: Library, form: Format) -> None:
     raw, exact = raw_of(numbers(5, 37, 0), Source.BF16)

@@ -174,7 +174,8 @@ class DevicePrograms:
         position: Int32[Array, " rows"],
     ) -> tuple[Any, Int32[Array, " sequences"], Sampled]:
         """Sample rows and remember their tokens; `sequence` −1 pads. `sampler` and `last_token` are meant to be donated."""
-        logits = self.rebuild(params).logits(hidden)
+        # A head may leave out rows of zeros.
+        logits = self.rebuild(params).logits(jnp.where((sequence >= 0)[:, None], hidden, 0))
         sampler, sampled = self.sampler.sample(sampler, logits, sequence, position)
         slot = jnp.where(sequence >= 0, sequence, len(last_token))
         return sampler, last_token.at[slot].set(sampled.token_ids, mode="drop"), sampled

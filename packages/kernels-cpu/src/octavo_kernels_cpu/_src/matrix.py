@@ -140,7 +140,7 @@ def call(library: Library, operation: str, results: Any, *args: Any, aliases: di
 
 
 def score(library: Library, matrix: Matrix, x: Float32[Array, "rows inputs"]) -> Float32[Array, "rows outputs"]:
-    """`x @ W.T + b`. Cost: W's bytes once for every 48 rows."""
+    """`x @ W.T + b`. Cost: W's bytes once for every 48 rows; rows of zeros at the end cost only their answers."""
     room = row_bytes(matrix.form, len(x), matrix.inputs)
     out = jax.ShapeDtypeStruct((len(x), matrix.outputs), jnp.float32)
     bias = jnp.zeros(0, jnp.float32) if matrix.bias is None else jnp.asarray(matrix.bias.value)

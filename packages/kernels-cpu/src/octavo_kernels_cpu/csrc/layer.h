@@ -297,11 +297,23 @@ inline void finish(Team& team, const Rest& r, int tokens, const float* x, const 
 
 inline size_t score_scratch(const Weights& w, int rows) { return rows_bytes(w.format, rows, w.inputs); }
 
+// Rows without those of zeros at the end: pads, whose products are known.
+inline int without_zeros(const float* x, int rows, int size) {
+  const auto is_zero = [](float value) { return value == 0; };
+  while (rows && std::all_of(x + size_t(rows - 1) * size, x + size_t(rows) * size, is_zero)) rows--;
+  return rows;
+}
+
 // Products of `rows` rows with one matrix: the head.
 inline void score(Team& team, const Weights& w, int rows, const float* x, float* y, Scratch scratch) {
+  const int live = without_zeros(x, rows, w.inputs);
   RowsOut in(w.format, rows, w.inputs, scratch);
-  enter(team, x, nullptr, 0, rows, w.inputs, nullptr, in);
-  product(team, w, in.rows(), rows, nullptr, y);
+  enter(team, x, nullptr, 0, live, w.inputs, nullptr, in);
+  product(team, w, in.rows(), live, nullptr, y);
+  each_row(team, rows - live, [&](int row) {
+    float* to = y + size_t(live + row) * w.outputs;
+    w.bias ? (void)std::copy(w.bias, w.bias + w.outputs, to) : std::fill(to, to + w.outputs, 0.0f);
+  });
 }
 
 }  // namespace octavo
