@@ -28,7 +28,7 @@ PROPERTIES = ("core", "kvcache", "scheduler", "kernels", "offload")
 """Packages whose property tests are worth more time."""
 
 GROUPS = ("ops", "comp", "sample", "stop", "stream", "chat", "tokenize", "err", "load", "cache", "auth")
-READY_S = 1800.0
+READY_S = 1_200.0
 ANSWER_S = 120.0
 
 
