@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+
 from octavo_engine._src.huge_pages import PAGE, begin, collapse, pages_of, ranges
 
 

@@ -36,7 +36,10 @@ def begin(arrays: Any) -> tuple[str, str]:
     """
     setting = _setting()
     if setting is None or "[never]" in setting:
-        return "4 KiB", "this system has no transparent huge pages" if setting is None else "transparent huge pages are set to never"
+        return (
+            "4 KiB",
+            "this system has no transparent huge pages" if setting is None else "transparent huge pages are set to never",
+        )
     pages = pages_of(ranges(arrays))
     threading.Thread(target=collapse, args=(pages,), name="octavo-huge-pages", daemon=True).start()
     return f"{len(pages)} of 2 MiB", "asked for in the background: weights and KV pools"
