@@ -85,6 +85,8 @@ class Logs:
 
 def prefill_pairs(plan: StepPlan) -> int:
     """For each prompt token of a step, the tokens it sees, itself included."""
+    if plan.num_single == plan.num_rows:
+        return 0
     query = np.diff(plan.query_start)[int(plan.num_single) : int(plan.num_rows)].astype(np.int64)
     context = plan.context_len[int(plan.num_single) : int(plan.num_rows)]
     return int(np.sum(query * context - query * (query - 1) // 2))
