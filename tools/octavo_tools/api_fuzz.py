@@ -14,6 +14,8 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase
 
+ROUNDS = 5  # of requests, until there are as many as asked for
+
 
 @dataclasses.dataclass
 class Findings:
@@ -45,10 +47,16 @@ def fuzz(schema: Any, num_cases: int, *, seed: int = 0, **arguments: Any) -> Fin
         arguments: Of every call, as `timeout`.
     """
     operations = [result.ok() for result in schema.get_all_operations()]
-    weights = [4 if operation.method.upper() == "POST" else 1 for operation in operations]
     findings = Findings()
-    for operation, weight in zip(operations, weights, strict=True):
-        _fuzz_one(operation, max(1, num_cases * weight // sum(weights)), seed, findings, arguments)
+    for again in range(ROUNDS):
+        missing = num_cases - findings.num_cases - len(findings.failures)
+        if missing <= 0:
+            break
+        # A route without parameters has few requests to make; what it leaves over goes to those that take a body.
+        asked = [operation for operation in operations if not again or operation.method.upper() == "POST"]
+        weights = [4 if operation.method.upper() == "POST" else 1 for operation in asked]
+        for operation, weight in zip(asked, weights, strict=True):
+            _fuzz_one(operation, max(1, missing * weight // sum(weights)), seed + again, findings, arguments)
     return findings
 
 
