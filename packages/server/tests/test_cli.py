@@ -1,4 +1,6 @@
 import io
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -124,6 +126,29 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(served) -> None:
     assert said
     assert "the quick brown fox".startswith(said)
     assert chat.messages[-1] == {"role": "assistant", "content": said}
+
+
+def test_a_ctrl_c_that_a_finaliser_swallows_stops_the_answer_all_the_same(served, monkeypatch) -> None:
+    shown = []
+
+    class Finaliser:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)  # the interpreter looks for signals
+
+    def show(piece: str) -> None:
+        shown.append(piece)
+        if len(shown) == 1:
+            Finaliser()
+
+    swallowed = []
+    monkeypatch.setattr("sys.unraisablehook", swallowed.append)
+    with httpx.Client(base_url=f"{served}/v1/") as client:
+        chat = chat_client.Conversation(client, {"temperature": 0.0})
+        said = chat.ask("hello", show)
+    assert [type(lost.exc_value) for lost in swallowed] == [KeyboardInterrupt]
+    assert shown == [said, " …"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("value", ["{{ messages[0].content }}!", "file"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -66,6 +69,27 @@ def parse_setting(name: str, text: str) -> Setting:
         return kind(text)  # type: ignore[no-any-return]
     except ValueError:
         raise ConfigError(f"{name} is {'a whole number' if kind is int else 'a number'}, got '{text}'") from None
+
+
+@contextlib.contextmanager
+def _noted_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed since. Python raises KeyboardInterrupt wherever it is just then, and one raised in a finaliser is lost."""
+    pressed = False
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: object) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Conversation:
@@ -132,9 +156,12 @@ class Conversation:
         self.messages.append({"role": "user", "content": question})
         said = ""
         try:
-            for piece in self._pieces():
-                said += piece
-                show(piece)
+            with _noted_ctrl_c() as was_pressed:
+                for piece in self._pieces():
+                    said += piece
+                    show(piece)
+                    if was_pressed():
+                        raise KeyboardInterrupt
         except KeyboardInterrupt:
             show(" …")
         except BaseException:
