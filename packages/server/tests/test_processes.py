@@ -158,7 +158,11 @@ def test_a_signal_at_any_moment_of_the_start_ends_everything_and_leaves_nothing(
         "--host=127.0.0.1",
     ]
     signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP)
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in signals]
+    kept = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run under nohup would hand on that it is ignored
+    try:
+        processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in signals]
+    finally:
+        signal.signal(signal.SIGHUP, kept)
     for delay_s, sig, process in zip((0.1, 0.5, 0.5, 0.9), signals, processes, strict=True):
         time.sleep(delay_s)
         process.send_signal(sig)

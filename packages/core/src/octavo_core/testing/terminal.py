@@ -7,7 +7,13 @@ import pty
 import subprocess
 import sys
 
-_START = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvpe(sys.argv[1], sys.argv[1:], os.environ)"
+_START = """
+import fcntl, os, signal, sys, termios
+for one in signal.SIGINT, signal.SIGQUIT, signal.SIGHUP:  # as a shell at a terminal leaves them, whatever tests run under
+    signal.signal(one, signal.SIG_DFL)
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvpe(sys.argv[1], sys.argv[1:], os.environ)
+"""
 
 
 def start_in_terminal(*program: str, **variables: str) -> tuple[int, int]:
