@@ -78,7 +78,9 @@ def test_128_streams_waste_on_the_live_pool_what_the_formula_says_and_less_than_
     assert in_use(cache, events) == 0
 
 
-@pytest.mark.parametrize(("window", "chunk"), [(6, 1), (9, 7), (1, 3)])
+@pytest.mark.parametrize(
+    ("window", "chunk"), [(6, 1), pytest.param(9, 7, marks=pytest.mark.slow), pytest.param(1, 3, marks=pytest.mark.slow)]
+)
 def test_limited_groups_hold_as_many_blocks_as_the_formula_says_and_no_more(window, chunk):
     """One sequence grows chunk by chunk beside full attention; its tables are looked at in every step."""
     block_size, length = 4, 100

@@ -110,7 +110,7 @@ class PlainEngine:
         return StepResult(**empty)
 
 
-@pytest.fixture(scope="module", params=[0, 1])
+@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)])
 def engines(request):
     """The same engine three times, compiled once: plain, simulated, and simulated with blocks only counted."""
     rules = HostRules(lag=request.param, max_arrivals=2, span=48)
