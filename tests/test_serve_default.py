@@ -173,7 +173,7 @@ def test_nothing_was_compiled_while_serving(client):
     [
         (["--tensor-parallel-size=8"], "--tensor-parallel-size 8 needs as many devices"),
         (["--attention-backend=cpu", "--kv-cache-dtype=fp8"], "cpu attention stores float32 and bfloat16"),
-        (["--kv-offload=remote=10.0.0.1:7000"], "--kv-offload remote= is not supported in this version"),
+        (["--kv-offload=remote=10.0.0.1:7000"], "--kv-offload remote= wants --kv-store-key-file"),
         (["--kv-offload=disk=/proc/kv:1G"], "the tiers cannot be opened"),
         (["--model=/nonexistent/model.gguf"], "no checkpoint at"),
         (["--block-size=17"], "--block-size"),
