@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -34,6 +35,23 @@ class Tickets:
             else:
                 self._done.append(Done(ticket, ()))
             return ticket
+
+    def each(
+        self,
+        block_bytes: int,
+        keys: Sequence[bytes],
+        blocks: Sequence[memoryview],
+        begin: Callable[[bytes, memoryview, Callable[[Answer], None]], None],
+    ) -> int:
+        """Begin every block, which says by itself when it is done; answers the ticket of all. One of another size is a MISS."""
+        ticket = self.open(len(keys))
+        for i, (key, block) in enumerate(zip(keys, blocks, strict=True)):
+            done = functools.partial(self.answer, ticket, i)
+            if len(block) == block_bytes:
+                begin(key, block, done)
+            else:
+                done(Answer.MISS)
+        return ticket
 
     def _run(self, ticket: int, index: int, work: Callable[[], Answer]) -> None:
         answer = Answer.MISS

@@ -349,23 +349,15 @@ class RemoteTier:
 
     def put(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
         """See `octavo_core.tiers.Tier`."""
-        ticket = self._tickets.open(len(keys))
-        for i, (key, block) in enumerate(zip(keys, blocks, strict=True)):
-            if len(block) == self.block_bytes:
-                self.write(key, block, checksum(key, block), lambda answer, i=i: self._tickets.answer(ticket, i, answer))  # type: ignore[misc]
-            else:
-                self._tickets.answer(ticket, i, Answer.MISS)
-        return ticket
+        return self._tickets.each(
+            self.block_bytes, keys, blocks, lambda key, block, done: self.write(key, block, checksum(key, block), done)
+        )
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
         """See `octavo_core.tiers.Tier`."""
-        ticket = self._tickets.open(len(keys))
-        for i, (key, block) in enumerate(zip(keys, into, strict=True)):
-            if len(block) == self.block_bytes:
-                self.read(key, block, lambda answer, _, i=i: self._tickets.answer(ticket, i, answer))  # type: ignore[misc]
-            else:
-                self._tickets.answer(ticket, i, Answer.MISS)
-        return ticket
+        return self._tickets.each(
+            self.block_bytes, keys, into, lambda key, block, done: self.read(key, block, lambda answer, _: done(answer))
+        )
 
     def poll(self) -> list[Done]:
         """See `octavo_core.tiers.Tier`."""
