@@ -78,7 +78,7 @@ def mean_logprob(kv_cache_dtype):
 
 
 def test_perplexity_with_kv_in_fp8_is_within_half_a_percent_of_bfloat16():
-    """Every key and value, those of the chunk itself included, is read back from the pool. Measured: 16.921 becomes 16.981, 0.35 %."""
+    """Every key and value, those of the chunk itself included, is read back from the pool. Not reached: 0.77 %."""
     wide, told = mean_logprob("bfloat16")
     assert "bfloat16" in told["KV pool"][0]
     narrow, told = mean_logprob("fp8")
