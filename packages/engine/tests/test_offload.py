@@ -316,6 +316,8 @@ def test_flags_say_which_tiers_there_are(text, gigabytes, wanted):
     assert tiers.remote == ("[::1]:7100" if "remote" in (text or "") else "")
     assert (tiers.host_bytes, tiers.disk and (str(tiers.disk[0]), tiers.disk[1])) == wanted
     assert tiers.is_wanted == (wanted != (0, None))
+    assert tiers.host_policy == "lru"
+    assert parse("host=4GiB:arc,disk=/kv:1G").host_policy == parse("host=4GiB:arc").host_policy == "arc"
 
 
 @pytest.mark.parametrize(
@@ -326,8 +328,9 @@ def test_flags_say_which_tiers_there_are(text, gigabytes, wanted):
         ({"kv_offload": "host=1G", "kv_store_key_file": "k"}, "which is missing"),
         ({"kv_offload": "remote=a:1", "kv_store_tls": "one,two"}, "three files"),
         ({"kv_offload": "host=lots"}, "wants a size above 0"),
+        ({"kv_offload": "host=1G:clock"}, "takes :lru or :arc"),
         ({"kv_offload": "disk=/kv"}, "a folder and a size"),
-        ({"kv_offload": "tape=1G"}, "knows host=SIZE, disk=PATH:SIZE and remote=HOST:PORT"),
+        ({"kv_offload": "tape=1G"}, r"knows host=SIZE\[:lru\|:arc\], disk=PATH:SIZE and remote=HOST:PORT"),
         ({"kv_offload": "host=1G,host=2G"}, "twice"),
         ({"kv_offload": "host=1G", "cpu_offload_gb": 1.0}, "both say"),
         ({"cpu_offload_gb": -1.0}, "at least 0"),

@@ -80,10 +80,10 @@ def faulty() -> type[FaultyFiles]:
 def make_host() -> Iterator[Callable[..., HostTier]]:
     made = []
 
-    def make(blocks: int = 8) -> HostTier:
+    def make(blocks: int = 8, **options: Any) -> HostTier:
         jobs = Jobs(2, "test")
         made.append(jobs)
-        return HostTier(blocks * BLOCK_BYTES, BLOCK_BYTES, jobs)
+        return HostTier(blocks * BLOCK_BYTES, BLOCK_BYTES, jobs, **options)
 
     yield make
     for jobs in made:

@@ -109,7 +109,7 @@ def run(report: Report, folder: Path, *, quick: bool) -> None:
         def copy() -> None:
             list(pool.map(lambda i: blocks.copy(i, COPY_THREADS), range(COPY_THREADS)))
 
-        _measure(report, "host", HostTier(2 * count * BLOCK_BYTES, BLOCK_BYTES, jobs), blocks, (copy, copy), rounds)
+        _measure(report, "host", HostTier(count * BLOCK_BYTES, BLOCK_BYTES, jobs), blocks, (copy, copy), rounds)
     timing = time_call(lambda: checksum(bytes(32), blocks.source[0]), budget_s=0.05)
     report.add("checksum", BLOCK_BYTES / timing.median_us / 1e3, "GB/s", timing.n, "one thread, in cache")
     jobs.close()

@@ -59,12 +59,17 @@ def build_tiers(
             remote=_remote(config, tiers.remote),
             identity=root(b""),
             lock=not on_cpu,
+            policy=tiers.host_policy,
         )
     except OSError as error:
         raise ConfigError(f"--kv-offload: the tiers cannot be opened: {error}; choose another folder or size") from None
     host_size = store.host.capacity().total_bytes
     table.append(
-        ("KV host tier", f"{host_size / 2**20:.0f} MiB", f"{store.host.slab.told}; blocks of {sum(mover.piece_bytes)} bytes")
+        (
+            "KV host tier",
+            f"{host_size / 2**20:.0f} MiB",
+            f"{store.host.slab.told}; {tiers.host_policy}; blocks of {sum(mover.piece_bytes)} bytes",
+        )
     )
     if store.disk is not None and tiers.disk is not None:
         table.append(("KV disk tier", f"{tiers.disk[0]}, {tiers.disk[1] / 2**20:.0f} MiB", store.disk.told))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from octavo_core.errors import ConfigError
 
@@ -20,6 +20,7 @@ class Tiers:
 
     Attributes:
         host_bytes: Of host memory; 0: no tier there.
+        host_policy: Which of its blocks goes first, `lru` or `arc`.
         disk: Folder and byte budget.
         remote: Host and port of a KV store.
     """
@@ -27,6 +28,7 @@ class Tiers:
     host_bytes: int = 0
     disk: tuple[Path, int] | None = None
     remote: str = ""
+    host_policy: Literal["lru", "arc"] = "lru"
 
     @property
     def is_wanted(self) -> bool:
@@ -43,6 +45,7 @@ def parse(text: str | None, cpu_offload_gb: float = 0.0) -> Tiers:
     if not 0 <= cpu_offload_gb < 1 << 20:
         raise ConfigError(f"--cpu-offload-gb is a size in GiB of at least 0, got {cpu_offload_gb:g}")
     host_bytes, disk, remote = int(cpu_offload_gb * 2**30), None, ""
+    policy: Literal["lru", "arc"] = "lru"
     seen: set[str] = set()
     for part in filter(None, (text or "").split(",")):
         name, _, value = part.strip().partition("=")
@@ -52,16 +55,23 @@ def parse(text: str | None, cpu_offload_gb: float = 0.0) -> Tiers:
         if name == "host":
             if host_bytes:
                 raise ConfigError(f"{FLAG} host= and --cpu-offload-gb both say how large the host tier is; give one of them")
-            host_bytes = _size(value, part)
+            host_bytes, policy = _host(value, part)
         elif name == "disk":
             disk = _disk(value, part)
         elif name == "remote":
             remote = _remote(value, part)
         else:
             raise ConfigError(
-                f"{FLAG} knows host=SIZE, disk=PATH:SIZE and remote=HOST:PORT, such as host=4GiB,disk=/nvme/kv:50GiB; got '{part}'"
+                f"{FLAG} knows host=SIZE[:lru|:arc], disk=PATH:SIZE and remote=HOST:PORT, such as host=4GiB,disk=/nvme/kv:50GiB; got '{part}'"
             )
-    return Tiers(host_bytes, disk, remote)
+    return Tiers(host_bytes, disk, remote, policy)
+
+
+def _host(value: str, part: str) -> tuple[int, Literal["lru", "arc"]]:
+    size, _, policy = value.partition(":")
+    if policy not in ("", "lru", "arc"):
+        raise ConfigError(f"{FLAG} host= takes :lru or :arc after the size, such as host=4GiB:arc; got '{part}'")
+    return _size(size, part), "arc" if policy == "arc" else "lru"
 
 
 def _remote(value: str, part: str) -> str:

@@ -26,7 +26,7 @@ class Jobs:
         self._ready = threading.Condition()
         self._closing = False
         self._running = 0
-        self.num_failed = 0
+        self.num_failed, self.num_threads = 0, threads
         self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()

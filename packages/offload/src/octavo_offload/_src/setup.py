@@ -12,6 +12,7 @@ from octavo_offload._src.files import Files
 from octavo_offload._src.host import HostTier
 from octavo_offload._src.jobs import Jobs
 from octavo_offload._src.lower import Lane, LowerTier
+from octavo_offload._src.order import Policy
 from octavo_offload._src.remote.config import RemoteConfig
 from octavo_offload._src.remote.tier import RemoteTier
 from octavo_offload._src.store import TieredStore
@@ -31,6 +32,7 @@ def open_tiers(
     remote: RemoteConfig | None = None,
     identity: bytes = bytes(32),
     lock: bool = False,
+    policy: Policy = "lru",
     files: Files | None = None,
 ) -> TieredStore:
     """Start tiers.
@@ -42,6 +44,7 @@ def open_tiers(
         remote: A store on another machine.
         identity: 32 bytes over what all blocks have in common; blocks of another identity are not found.
         lock: Lock host memory.
+        policy: Which block of host memory goes first.
         files: Another way to the disk.
 
     Raises:
@@ -51,7 +54,7 @@ def open_tiers(
     block_bytes = sum(piece_bytes)
     staging_bytes = STAGING_BYTES if remote else min(STAGING_BYTES, disk[1] if disk else 0)
     jobs = Jobs(COPY_THREADS, "octavo-tiers")
-    host = HostTier(host_bytes or max(staging_bytes, 4 * block_bytes), block_bytes, jobs, lock=lock)
+    host = HostTier(host_bytes or max(staging_bytes, 4 * block_bytes), block_bytes, jobs, lock=lock, policy=policy)
     lower: list[LowerTier] = []
     lower_jobs: list[Jobs] = []
     lanes: list[Lane] = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -169,28 +169,19 @@ class Fetch:
         pieces = [np.empty((count, size), np.uint8) for size in self._store.piece_bytes]
         done = 0
         for i, lease in enumerate(self._leases[:count]):
-            if lease is None or self._store.host.read(lease, lambda view, i=i: split(view, pieces, i)) is Answer.MISS:  # type: ignore[misc]
+            if lease is None or self._store.host.read(lease, lambda view, i=i: rows(view, pieces, i)) is Answer.MISS:  # type: ignore[misc]
                 break
             done += 1
         self._pieces, self.num_blocks = [p[:done] for p in pieces], done
         self._store.chooser.host.saw(done, time.monotonic() - start)
 
 
-def split(view: memoryview, pieces: Sequence[np.ndarray], index: int) -> None:
-    """Copy a block's bytes to its row of each piece."""
+def rows(view: memoryview, pieces: Sequence[np.ndarray], index: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Of each piece its row, and the part of a block's bytes that belongs to it."""
     data, first = np.frombuffer(view, np.uint8), 0
     for piece in pieces:
         size = piece.shape[1]
-        piece[index] = data[first : first + size]
-        first += size
-
-
-def join(view: memoryview, pieces: Sequence[np.ndarray], index: int) -> None:
-    """The inverse of `split`."""
-    data, first = np.frombuffer(view, np.uint8), 0
-    for piece in pieces:
-        size = piece.shape[1]
-        data[first : first + size] = piece[index]
+        yield piece[index], data[first : first + size]
         first += size
 
 
@@ -300,7 +291,7 @@ class TieredStore:
         slot = self.host.reserve(key)
         if slot is None:
             return self.host.has(key)
-        lease = self.host.write(key, slot, lambda view: join(view, arrays, index), lease=True)
+        lease = self.host.write(key, slot, lambda view: ((data, row) for row, data in rows(view, arrays, index)), lease=True)
         for tier in self.lower:
             held = self.host.lease(key)
             if held is not None:

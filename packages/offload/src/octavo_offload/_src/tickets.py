@@ -19,11 +19,12 @@ class Tickets:
         self._open: dict[int, list[Answer | None]] = {}
         self._done: list[Done] = []
 
-    def start(self, jobs: Jobs, works: Sequence[Callable[[], Answer]], *, urgent: bool = False) -> int:
-        """Run every work as a job; answers the ticket of all. One that raises is a MISS."""
+    def start(self, jobs: Jobs, works: Sequence[Callable[[], Answer]], *, most: int = 1, urgent: bool = False) -> int:
+        """Run every work, at most so many in one job, every thread with a share; answers the ticket of all. One that raises is a MISS."""
         ticket = self.open(len(works))
-        for i, work in enumerate(works):
-            jobs.submit(lambda i=i, work=work: self._run(ticket, i, work), urgent=urgent)  # type: ignore[misc]
+        size = max(1, min(most, -(-len(works) // jobs.num_threads)))
+        for first in range(0, len(works), size):
+            jobs.submit(functools.partial(self._run, ticket, first, works[first : first + size]), urgent=urgent)
         return ticket
 
     def open(self, count: int) -> int:
@@ -53,18 +54,19 @@ class Tickets:
                 done(Answer.MISS)
         return ticket
 
-    def _run(self, ticket: int, index: int, work: Callable[[], Answer]) -> None:
-        answer = Answer.MISS
+    def _run(self, ticket: int, first: int, works: Sequence[Callable[[], Answer]]) -> None:
+        answers = [Answer.MISS] * len(works)
         try:
-            answer = work()
+            for i, work in enumerate(works):
+                answers[i] = work()
         finally:
-            self.answer(ticket, index, answer)
+            self.answer(ticket, first, *answers)
 
-    def answer(self, ticket: int, index: int, answer: Answer) -> None:
-        """One block is done."""
+    def answer(self, ticket: int, first: int, *given: Answer) -> None:
+        """Blocks from `first` on are done."""
         with self._lock:
             answers = self._open[ticket]
-            answers[index] = answer
+            answers[first : first + len(given)] = given
             if None not in answers:
                 del self._open[ticket]
                 self._done.append(Done(ticket, tuple(a or Answer.MISS for a in answers)))
