@@ -22,7 +22,7 @@ from octavo_engine._src.runner import ModelRunner
 from octavo_engine._src.weights import Loaded
 from octavo_engine.config import EngineConfig
 from octavo_models.checkpoints import Checkpoint
-from octavo_offload import RemoteConfig, content_digest, open_tiers, read_key, read_tls
+from octavo_offload import RemoteConfig, TieredStore, content_digest, open_tiers, read_key, read_tls
 
 Table = list[tuple[str, str, str]]
 
@@ -63,18 +63,7 @@ def build_tiers(
         )
     except OSError as error:
         raise ConfigError(f"--kv-offload: the tiers cannot be opened: {error}; choose another folder or size") from None
-    host_size = store.host.capacity().total_bytes
-    table.append(
-        (
-            "KV host tier",
-            f"{host_size / 2**20:.0f} MiB",
-            f"{store.host.slab.told}; {tiers.host_policy}; blocks of {sum(mover.piece_bytes)} bytes",
-        )
-    )
-    if store.disk is not None and tiers.disk is not None:
-        table.append(("KV disk tier", f"{tiers.disk[0]}, {tiers.disk[1] / 2**20:.0f} MiB", store.disk.told))
-    if tiers.remote:
-        table.append(("KV remote tier", tiers.remote, store.lower[-1].told))
+    table += _told(store, tiers, sum(mover.piece_bytes))
     offload = Offload(
         store,
         mover,
@@ -85,6 +74,18 @@ def build_tiers(
     )
     table.append(("KV tiers", f"{time.monotonic() - started_s:.1f} s", "weights digested, folder read, programs compiled"))
     return offload
+
+
+def _told(store: TieredStore, tiers: kv_offload_config.Tiers, block_bytes: int) -> Table:
+    """What each tier got of the system."""
+    host_size = store.host.capacity().total_bytes
+    told = f"{store.host.slab.told}; {tiers.host_policy}; blocks of {block_bytes} bytes"
+    lines = [("KV host tier", f"{host_size / 2**20:.0f} MiB", told)]
+    if store.disk is not None and tiers.disk is not None:
+        lines.append(("KV disk tier", f"{tiers.disk[0]}, {tiers.disk[1] / 2**20:.0f} MiB", store.disk.told))
+    if tiers.remote:
+        lines.append(("KV remote tier", tiers.remote, store.lower[-1].told))
+    return lines
 
 
 def _remote(config: EngineConfig, target: str) -> RemoteConfig | None:
