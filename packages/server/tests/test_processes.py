@@ -17,6 +17,7 @@ import pytest
 
 from octavo_core.testing.patience import PATIENCE_S
 from octavo_engine._src.process.folders import user_folder
+from octavo_server._src import bench_large
 
 CORE = "octavo_core.testing.step_core:build"
 LONG = {"prompt": [7], "max_tokens": 4000, "ignore_eos": True}
@@ -119,6 +120,20 @@ def test_an_idle_server_uses_little_of_a_core(start) -> None:
     time.sleep(4)
     share = (used() - before) / (time.monotonic() - began)
     assert share < 0.05, f"{100 * share:.1f} % of a core"
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_bytes"), [("text", 1_000_000), *(pytest.param(one, 6_000_000, marks=pytest.mark.slow) for one in bench_large.KINDS)]
+)
+def test_a_large_prompt_holds_up_neither_health_nor_other_streams(start, tmp_path, kind, num_bytes) -> None:
+    bench_large.write_tokenizer(tmp_path)
+    served = start("--max-model-len=8000000", "--disable-access-log", model=tmp_path, step_ms=20)
+    alone, beside = bench_large.watched(served.port, []), bench_large.watched(served.port, [kind], num_bytes)
+    # Work that keeps the event loop, or Python's lock, holds everybody up for as long as it takes. Part of that time is nobody's fault.
+    most_s = max(beside.took[0] / 2, 10 * max(*alone.health, *alone.gap))
+    assert max(beside.health) < most_s
+    assert max(beside.gap) < most_s
+    assert len(beside.health) > 10
 
 
 def test_os_processes_inherit_a_raised_file_limit(start) -> None:

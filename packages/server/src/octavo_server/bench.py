@@ -1,7 +1,8 @@
 """What a frontend costs: `python -m octavo_server.bench [--json FILE] [--quick]`.
 
 A real server on a real socket, streams read by another process, and an engine that has its tokens ready: processor time of this process
-alone, divided by the tokens it sent. And a whole server that has nothing to do, with a core that has no model.
+alone, divided by the tokens it sent. A whole server that has nothing to do, with a core that has no model. And what a large request does to
+everybody else (`_src.bench_large`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any, Final
 
 from octavo_core.bench import Report, parse_arguments
 from octavo_core.wire import EngineOutput, EngineRequest, EngineStats, FinishReason, ModelCard
+from octavo_server._src import bench_large
 from octavo_server._src.config import ServerConfig
 from octavo_server._src.http_server import HttpServer
 from octavo_server._src.sockets import bind
 from octavo_server._src.state import ServerState
 
-GOALS: Final[dict[str, float | int]] = {"frontend.token": 200, "idle.server": 0.02}
+GOALS: Final[dict[str, float | int]] = {"frontend.token": 200, "idle.server": 0.02, **bench_large.GOALS}
 NUM_STREAMS: Final = 64
 _READER: Final = """
 import asyncio, sys
@@ -133,6 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.add(
         "idle.server", _idle_share(seconds), "ratio", 1, "of one core, keeper, frontend and core together with nothing to do"
     )
+    bench_large.run(report, quick=arguments.quick)
     report.write(arguments.json)
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import socket
 import sys
 import threading
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import setproctitle
@@ -30,12 +32,17 @@ from octavo_server._src.state import ServerState
 from octavo_server._src.text import Text
 from octavo_server._src.texts import load_frontend
 
+_SWITCH_S: Final = 0.001
+"""Of Python's lock, from a thread that tokenises to the event loop, which needs it several times for each event."""
+
 
 def main() -> int:
     """Serve until told to stop; the exit status."""
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontendSpec)
     setproctitle.setproctitle(f"octavo-frontend {spec.index}")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    sys.setswitchinterval(_SWITCH_S)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text is tokenised in one thread in any case
     threading.Thread(target=_end_with_the_parent, name="octavo-orphan", daemon=True).start()
     config = from_mapping(ServerConfig, spec.config)
     sockets = [socket.socket(fileno=fd) for fd in spec.sockets]
@@ -59,6 +66,7 @@ async def _serve(spec: FrontendSpec, config: ServerConfig, sockets: list[socket.
         tokenizer, template = await in_thread(lambda: load_frontend(card, config))
         text = None if tokenizer is None else Text(tokenizer, template, card.max_model_len)
         state.become_ready(engine, card, text)
+        gc.freeze()  # what is here now stays: a collection that looked at it all would hold up every stream
         os.set_blocking(spec.up, False)
         while True:
             with contextlib.suppress(OSError):

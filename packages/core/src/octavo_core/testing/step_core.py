@@ -51,7 +51,7 @@ class CountingCore:
     def check(self, requests: list[EngineRequest]) -> None:
         """Refuse tokens that are none, and more sequences than there may be."""
         for request in requests:
-            if not request.prompt_ids or not all(0 <= token < VOCAB for token in request.prompt_ids):
+            if not request.prompt_ids or min(request.prompt_ids) < 0 or max(request.prompt_ids) >= VOCAB:
                 raise RequestError(f"token ids are 0 to {VOCAB - 1}", param="prompt")
         if self._max_queued and len(self._live) + len(requests) > self._max_queued:
             raise OverloadedError(f"{len(self._live)} sequences are waiting, at most {self._max_queued} may", retry_after_s=3)

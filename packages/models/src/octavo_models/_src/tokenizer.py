@@ -73,7 +73,9 @@ class Tokenizer:
         check_text(text)
         own = self.special.add_bos is not None or self.special.add_eos is not None
         backend = self.backend if parse_special else self._literal
-        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens and not own).ids
+        # A batch of one: `encode` would hold Python's lock, for seconds where the text is long.
+        (encoded,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens and not own)
+        ids: list[int] = encoded.ids
         if own and add_special_tokens:
             before = [self.special.bos_id] if self.special.add_bos and self.special.bos_id is not None else []
             after = [self.special.eos_id] if self.special.add_eos and self.special.eos_id is not None else []

@@ -13,10 +13,10 @@ from octavo_models.text import ChatTemplate, Tokenizer
 from octavo_server._src.chat import prepare_chat
 from octavo_server._src.completions import prepare_completion
 from octavo_server._src.config import ServerConfig
-from octavo_server._src.endpoints import Generate, Information, JsonEndpoint, detokenize, tokenize
+from octavo_server._src.endpoints import Generate, Information, JsonEndpoint, detokenize, tokenize, tokenize_kind
 from octavo_server._src.middleware import ApiKeys, Errors, HttpMetrics, RequestIds
 from octavo_server._src.openapi import openapi_json
-from octavo_server._src.requests import ChatRequest, CompletionRequest
+from octavo_server._src.requests import ChatRequest, CompletionRequest, DetokenizeRequest
 from octavo_server._src.state import ServerState
 from octavo_server._src.text import Text
 from octavo_server._src.version import VERSION
@@ -62,8 +62,8 @@ def _routes(state: ServerState, information: Information) -> list[Route]:
         Route("/v1/chat/completions", Generate(state, ChatRequest, prepare_chat), methods=["POST"]),
         Route("/v1/models", information.models),
         Route("/v1/models/{model:path}", information.model),
-        Route("/tokenize", JsonEndpoint(state, tokenize), methods=["POST"]),
-        Route("/detokenize", JsonEndpoint(state, detokenize), methods=["POST"]),
+        Route("/tokenize", JsonEndpoint(state, tokenize_kind, tokenize), methods=["POST"]),
+        Route("/detokenize", JsonEndpoint(state, lambda _: DetokenizeRequest, detokenize), methods=["POST"]),
         Route("/health", information.health),
         Route("/ready", information.ready),
         Route("/version", information.version),

@@ -9,7 +9,7 @@ from octavo_core.errors import RequestError
 from octavo_server._src.answers import Job, check_prompts
 from octavo_server._src.assemble import Delta, Entry
 from octavo_server._src.logprobs import LegacyLogprobs, prompt_logprobs, token_namer
-from octavo_server._src.prompts import Prompt, completion_prompts, off_loop
+from octavo_server._src.prompts import Prompt, completion_prompts
 from octavo_server._src.requests import CompletionRequest
 from octavo_server._src.sampling import sampling_params
 from octavo_server._src.state import Served, ServerState
@@ -129,4 +129,4 @@ async def _echo(state: ServerState, served: Served, prompt: Prompt, request: Com
     if served.text is None:
         return ""
     decode = served.text.tokenizer.decode
-    return await off_loop(state, decode, prompt.ids, skip_special_tokens=request.skip_special_tokens)
+    return await state.off_loop(len(prompt.ids), decode, prompt.ids, skip_special_tokens=request.skip_special_tokens)

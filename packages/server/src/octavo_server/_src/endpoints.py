@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -16,18 +17,12 @@ from octavo_server._src.body import parse_json, read_body, validate
 from octavo_server._src.disconnect import until_disconnect
 from octavo_server._src.fields import Generation
 from octavo_server._src.openai_errors import DrainingError, NotReadyError, error_response
-from octavo_server._src.prompts import check_ids, off_loop
+from octavo_server._src.prompts import check_ids
 from octavo_server._src.requests import DetokenizeRequest, TokenizeMessages, TokenizePrompt
 from octavo_server._src.state import Served, ServerState
 
 _BIG_BODY = 256 * 1024
 Prepare = Callable[[ServerState, Served, Any], Awaitable[Job]]
-
-
-async def read_request(state: ServerState, receive: Receive, take: Callable[[int], None]) -> dict[str, Any]:
-    """The JSON object of a request; a large one is parsed beside the event loop."""
-    body = await read_body(receive, state.config.max_body_bytes, state.config.body_timeout, take)
-    return await off_loop(state, parse_json, body) if len(body) > _BIG_BODY else parse_json(body)
 
 
 class Generate:
@@ -46,67 +41,85 @@ class Generate:
         call = Call.of(scope)
         served = self._state.require_served()
         with self._state.answering_for(call.key), self._state.bodies.of_one_request() as take:
-            value = await read_request(self._state, receive, take)
-            await until_disconnect(receive, self._work(served, call, value, scope, receive, send))
+            request = await self._read(receive, take)
+            await until_disconnect(receive, self._work(served, call, request, scope, receive, send))
 
-    async def _work(self, served: Served, call: Call, value: dict[str, Any], scope: Scope, receive: Receive, send: Send) -> None:
-        request = validate(self._model, value, ignore_unknown=self._state.config.ignore_unknown_fields)
+    async def _read(self, receive: Receive, take: Callable[[int], None]) -> Generation:
+        """The validated request; a large one is looked at beside the event loop."""
+        config = self._state.config
+        body = await read_body(receive, config.max_body_bytes, config.body_timeout, take)
+
+        def understand() -> Generation:
+            return validate(self._model, parse_json(body), ignore_unknown=config.ignore_unknown_fields)
+
+        return await self._state.off_loop(len(body), understand) if len(body) > _BIG_BODY else understand()
+
+    async def _work(self, served: Served, call: Call, request: Generation, scope: Scope, receive: Receive, send: Send) -> None:
         job = await self._prepare(self._state, served, request)
         await answer(self._state, served, call, job, scope, receive, send)
 
 
 class JsonEndpoint:
-    """An endpoint whose answer is one JSON object made from one JSON object."""
+    """An endpoint whose answer is one JSON object made from one JSON object, beside the event loop.
+
+    Args:
+        model: The request's pydantic model, or which one it is for this object.
+        work: Makes the answer.
+    """
 
     def __init__(
-        self, state: ServerState, work: Callable[[ServerState, Served, dict[str, Any]], Awaitable[dict[str, Any]]]
+        self,
+        state: ServerState,
+        model: Callable[[dict[str, Any]], type[BaseModel]],
+        work: Callable[[Served, Any], dict[str, Any]],
     ) -> None:
-        self._state, self._work = state, work
+        self._state, self._model, self._work = state, model, work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        served = self._state.require_served()
+        served, config = self._state.require_served(), self._state.config
         with self._state.bodies.of_one_request() as take:
-            body = await self._work(self._state, served, await read_request(self._state, receive, take))
-        await Response(msgspec.json.encode(body), media_type="application/json")(scope, receive, send)
+            body = await read_body(receive, config.max_body_bytes, config.body_timeout, take)
+            answer = await self._state.off_loop(len(body), self._answer, served, body)
+        await Response(answer, media_type="application/json")(scope, receive, send)
 
-
-async def tokenize(state: ServerState, served: Served, value: dict[str, Any]) -> dict[str, Any]:
-    """Token ids of a prompt, or of messages through the chat template."""
-    ignore = state.config.ignore_unknown_fields
-    text = served.require_text()
-    request: TokenizePrompt | TokenizeMessages
-    if value.get("messages") is not None:
-        request = validate(TokenizeMessages, value, ignore_unknown=ignore)
+    def _answer(self, served: Served, body: bytes) -> bytes:
+        value = parse_json(body)
+        request: Any = validate(self._model(value), value, ignore_unknown=self._state.config.ignore_unknown_fields)
         served.check_model(request.model)
-        rendered = await off_loop(
-            state,
-            text.render,
+        return msgspec.json.encode(self._work(served, request))
+
+
+def tokenize_kind(value: dict[str, Any]) -> type[BaseModel]:
+    """Of the two requests of `/tokenize`."""
+    return TokenizePrompt if value.get("messages") is None else TokenizeMessages
+
+
+def tokenize(served: Served, request: TokenizePrompt | TokenizeMessages) -> dict[str, Any]:
+    """Token ids of a prompt, or of messages through the chat template."""
+    text = served.require_text()
+    if isinstance(request, TokenizeMessages):
+        given: str | None = text.render(
             [message.for_template() for message in request.messages],
             add_generation_prompt=request.add_generation_prompt,
             continue_final=request.continue_final_message,
             extra=request.chat_template_kwargs,
         )
     else:
-        request = validate(TokenizePrompt, value, ignore_unknown=ignore)
-        served.check_model(request.model)
         given = request.prompt if request.prompt is not None else request.content
-        if given is None:
-            raise RequestError("wanted 'prompt', 'content' or 'messages', got none of them", param="prompt")
-        rendered = given
-    ids = await off_loop(state, text.encode, rendered, add_special_tokens=request.add_special_tokens)
+    if given is None:
+        raise RequestError("wanted 'prompt', 'content' or 'messages', got none of them", param="prompt")
+    ids = text.encode(given, add_special_tokens=request.add_special_tokens)
     names = {"token_strs": [text.tokenizer.vocab_entry(one) for one in ids]} if request.return_token_strs else {}
     return {"tokens": ids, "count": len(ids), "max_model_len": served.card.max_model_len, **names}
 
 
-async def detokenize(state: ServerState, served: Served, value: dict[str, Any]) -> dict[str, Any]:
+def detokenize(served: Served, request: DetokenizeRequest) -> dict[str, Any]:
     """The text of token ids, special tokens included."""
-    request = validate(DetokenizeRequest, value, ignore_unknown=state.config.ignore_unknown_fields)
-    served.check_model(request.model)
     text = served.require_text()
     if request.tokens:
         check_ids(request.tokens, served.card, param="tokens")
-    return {"prompt": await off_loop(state, text.tokenizer.decode, request.tokens, skip_special_tokens=False)}
+    return {"prompt": text.tokenizer.decode(request.tokens, skip_special_tokens=False)}
 
 
 class Information:

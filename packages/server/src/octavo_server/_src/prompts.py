@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 from octavo_core.errors import ContextLengthError, RequestError
 from octavo_core.wire import ModelCard
@@ -12,7 +12,8 @@ from octavo_server._src.requests import Conversation
 from octavo_server._src.state import Served, ServerState
 
 MAX_PROMPTS = 1024
-T = TypeVar("T")
+_FEW_IDS = 4096
+_PART = 16384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +30,23 @@ async def completion_prompts(state: ServerState, served: Served, value: Any, *, 
     Raises:
         RequestError: For anything else, for ids outside the vocabulary, and for prompts that do not fit.
     """
+    size = _size(value)
+    if size is None:  # a few ids: looking at them takes less than handing them over
+        return _prompts(served, value, add_special_tokens)
+    return await state.off_loop(size, _prompts, served, value, add_special_tokens)
+
+
+def _size(value: Any) -> int | None:
+    """About how many bytes of text or ids are in a prompt; None where it is so little that no thread is worth it."""
+    listed = value if isinstance(value, list) else [value]
+    size = len(listed) + sum(len(one) for one in listed[: MAX_PROMPTS + 1] if isinstance(one, str | list))
+    return None if size <= _FEW_IDS and not any(isinstance(one, str) for one in listed) else size
+
+
+def _prompts(served: Served, value: Any, add_special_tokens: bool) -> list[Prompt]:
     prompts = []
     for one in _listed(value):
-        if isinstance(one, str):
-            text = served.require_text()
-            ids = await off_loop(state, text.encode, one, add_special_tokens=add_special_tokens)
-        else:
-            ids = one
+        ids = served.require_text().encode(one, add_special_tokens=add_special_tokens) if isinstance(one, str) else one
         check_length(len(ids), None, served.card)
         check_ids(ids, served.card)
         prompts.append(Prompt(ids, one if isinstance(one, str) else None))
@@ -45,17 +56,10 @@ async def completion_prompts(state: ServerState, served: Served, value: Any, *, 
 async def chat_prompt(state: ServerState, served: Served, request: Conversation) -> Prompt:
     """The prompt of a conversation, through the model's chat template."""
     served.require_text()
-    rendered, ids = await off_loop(state, _render, served, request)
-    check_ids(ids, served.card, param="messages")
-    return Prompt(ids, rendered)
+    return await state.off_loop(sum(len(message.content) for message in request.messages), _render, served, request)
 
 
-async def off_loop(state: ServerState, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run CPU-bound text work in the server's threads, so that other streams go on."""
-    return await asyncio.get_running_loop().run_in_executor(state.threads, lambda: function(*args, **kwargs))
-
-
-def _render(served: Served, request: Conversation) -> tuple[str, list[int]]:
+def _render(served: Served, request: Conversation) -> Prompt:
     text = served.require_text()
     rendered = text.render(
         [message.for_template() for message in request.messages],
@@ -63,7 +67,10 @@ def _render(served: Served, request: Conversation) -> tuple[str, list[int]]:
         continue_final=request.continue_final_message,
         extra=request.chat_template_kwargs,
     )
-    return rendered, text.encode(rendered, add_special_tokens=request.add_special_tokens, param="messages")
+    ids = text.encode(rendered, add_special_tokens=request.add_special_tokens, param="messages")
+    check_length(len(ids), None, served.card, param="messages")
+    check_ids(ids, served.card, param="messages")
+    return Prompt(ids, rendered)
 
 
 def _listed(value: Any) -> list[str | list[Any]]:
@@ -73,7 +80,7 @@ def _listed(value: Any) -> list[str | list[Any]]:
         raise RequestError(
             "a prompt is a string, an array of strings, of token ids, or of arrays of token ids, and not empty", param="prompt"
         )
-    if all(type(one) is int for one in value):
+    if _are_ints(value):
         return [value]
     if len(value) > MAX_PROMPTS:
         raise RequestError(f"a request has at most {MAX_PROMPTS} prompts, got {len(value)}", param="prompt")
@@ -86,9 +93,19 @@ def check_ids(ids: list[Any], card: ModelCard, *, param: str = "prompt") -> None
     """Refuse an empty prompt and ids that name no token: inside the engine they would be clamped, not noticed."""
     if not ids:
         raise RequestError("wanted at least one prompt token, got none", param=param)
-    bad = next((one for one in ids if type(one) is not int or not 0 <= one < card.vocab_size), None)
-    if bad is not None:
-        raise RequestError(f"token ids are integers in [0, {card.vocab_size}), got {str(bad)[:40]}", param=param)
+    for some in _in_parts(ids):
+        if not _are_ints(some) or min(some) < 0 or max(some) >= card.vocab_size:
+            bad = next(one for one in some if type(one) is not int or not 0 <= one < card.vocab_size)
+            raise RequestError(f"token ids are integers in [0, {card.vocab_size}), got {str(bad)[:40]}", param=param)
+
+
+def _are_ints(values: list[Any]) -> bool:
+    return all(set(map(type, some)) == {int} for some in _in_parts(values))
+
+
+def _in_parts(values: list[Any]) -> Iterator[list[Any]]:
+    """A list in pieces that take a millisecond to look at: no call in C keeps Python's lock for longer."""
+    return (values[at : at + _PART] for at in range(0, len(values), _PART))
 
 
 def check_length(prompt_len: int, max_tokens: int | None, card: ModelCard, *, param: str = "prompt") -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo_core.errors import RequestError, UnknownModelError, nearest_name
 from octavo_core.wire import ModelCard
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 else:  # octavo_core.seams imports jax, which a frontend must not
     Engine = Any
 
+T = TypeVar("T")
 _TOKENIZER_THREADS = 2
+_LARGE = 64 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +73,23 @@ class ServerState:
         self.metrics = Metrics()
         self.keys = Keys.load(config.api_key, config.api_keys_file)
         self.quotas = quotas or Quotas(self.keys.entries)
-        self.threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="octavo-tokenizer")
+        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="octavo-tokenizer")
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="octavo-large")
 
     def become_ready(self, engine: Engine, card: ModelCard, text: Text | None) -> None:
         """Begin to serve a loaded engine."""
         names = self.config.served_model_name or (card.name,)
         self.served = Served(engine, card, names, text, int(time.time()))
         self.metrics.follow(engine, names[0], self.live)
+
+    async def off_loop(self, size: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run CPU-bound work on text in a thread, so that other streams go on.
+
+        Args:
+            size: About how many bytes it looks at. What is large queues by itself: a short prompt does not wait for it.
+        """
+        threads = self._large if size > _LARGE else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, lambda: function(*args, **kwargs))
 
     def require_served(self) -> Served:
         """The model being served.
