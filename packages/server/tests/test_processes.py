@@ -123,7 +123,8 @@ def test_an_idle_server_uses_little_of_a_core(start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_bytes"), [("text", 1_000_000), *(pytest.param(one, 6_000_000, marks=pytest.mark.slow) for one in bench_large.KINDS)]
+    ("kind", "num_bytes"),
+    [("text", 1_000_000), *(pytest.param(one, 6_000_000, marks=pytest.mark.slow) for one in bench_large.KINDS)],
 )
 def test_a_large_prompt_holds_up_neither_health_nor_other_streams(start, tmp_path, kind, num_bytes) -> None:
     bench_large.write_tokenizer(tmp_path)
