@@ -39,6 +39,9 @@ class FaultyFiles:
             time.sleep(self.slow_s)
         return fault
 
+    def adopt(self, memory: memoryview) -> None:
+        self._inner.adopt(memory)
+
     def open(self, path: Path, size: int) -> int:
         self._maybe("open", 0)
         return self._inner.open(path, size)

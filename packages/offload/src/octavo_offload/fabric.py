@@ -7,7 +7,6 @@ that a recorded tree can be read as well. Layout: Documentation/ABI/stable/sysfs
 from __future__ import annotations
 
 import ctypes.util
-import importlib.util
 import os
 import platform
 import resource
@@ -15,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-NIXL_INSTALL: Final = "pip install --no-deps nixl-cu12==1.5.1"
+from octavo_offload._src import nixl
+
 _LEAST_MTU: Final = 4200
 """Of the network device, for an RDMA path MTU of 4096 bytes and its headers."""
 _LEAST_SHM: Final = 1 << 30
@@ -222,11 +222,6 @@ def _shm(root: Path) -> Fact:
 
 
 def _nixl() -> Fact:
-    name = next((n for n in ("nixl_cu12", "nixl_cu13") if importlib.util.find_spec(n)), None)
-    return Fact(
-        "nixl",
-        True,
-        f"{name} is installed; this version does not use it"
-        if name
-        else f"not installed ({NIXL_INSTALL}); this version does not use it",
-    )
+    module = nixl.name()
+    told = f"{module} is installed" if module else f"not installed, and not needed; for io_uring and RDMA: {nixl.INSTALL}"
+    return Fact("nixl", True, told)

@@ -23,10 +23,11 @@ from octavo_core.tiers import Answer, Capacity, Done
 from octavo_offload._src import header
 from octavo_offload._src.checksum import checksum
 from octavo_offload._src.counters import Counters, timed
-from octavo_offload._src.files import Files, ThreadFiles
+from octavo_offload._src.files import Files
 from octavo_offload._src.folder import Folder
 from octavo_offload._src.header import Header
 from octavo_offload._src.jobs import Jobs
+from octavo_offload._src.nixl_files import choose_files
 from octavo_offload._src.slab import PAGE, address, aligned
 from octavo_offload._src.tickets import Tickets
 
@@ -58,7 +59,7 @@ class DiskTier:
         block_bytes: Of each block.
         identity: 32 bytes over everything that all blocks of this engine have in common.
         jobs: Threads that read and write.
-        files: How; None: threads.
+        files: How; None: the best that works here.
         max_pending: Writes that may wait; those beyond are dropped.
         segment_bytes: Of each file; None: an eighth of the budget, at most 256 MiB.
 
@@ -99,7 +100,7 @@ class DiskTier:
         self._may_grow = True
         self._tickets, self._scratch = Tickets(), threading.local()
         self._folder = Folder(path, identity)
-        self._files = files or ThreadFiles(self._folder.path)
+        self._files = files or choose_files(self._folder.path)
         self.told = f"{self._files.told}; {self._recover()} blocks found"
 
     # Recovery ---------------------------------------------------------------------------------------------------------
@@ -156,6 +157,10 @@ class DiskTier:
     def is_busy(self) -> bool:
         """Half of the writes that may wait do."""
         return self._num_pending >= self._max_pending // 2
+
+    def adopt(self, memory: memoryview) -> None:
+        """Memory whose parts blocks will be read into and written from."""
+        self._files.adopt(memory)
 
     # Writing ----------------------------------------------------------------------------------------------------------
 
@@ -215,6 +220,7 @@ class DiskTier:
         """A header page and a block, aligned, of this thread."""
         if not hasattr(self._scratch, "view"):
             self._scratch.view = memoryview(mmap.mmap(-1, self._slot_bytes))
+            self._files.adopt(self._scratch.view)
         return self._scratch.view[:PAGE], self._scratch.view[PAGE:]
 
     def _take_slot(self) -> tuple[int | None, int]:

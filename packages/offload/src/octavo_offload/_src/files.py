@@ -21,6 +21,9 @@ class Files(Protocol):
 
     told: str
 
+    def adopt(self, memory: memoryview) -> None:
+        """Memory that buffers will often be parts of: what lies in it need not be copied on its way. It stays where it is."""
+
     def open(self, path: Path, size: int) -> int:
         """A file of at least `size` bytes, whose room on the disk is taken."""
 
@@ -42,10 +45,15 @@ class ThreadFiles:
 
     Args:
         folder: Where files will be: whether it takes direct I/O is tried there.
+
+    Attributes:
+        told: How it works, in words.
+        is_direct: Around the page cache.
     """
 
     def __init__(self, folder: Path) -> None:
         self._direct = self._try_direct(folder)
+        self.is_direct = bool(self._direct)
         self.told = "threads with preadv and pwritev, " + (
             "O_DIRECT" if self._direct else "through the page cache: no O_DIRECT here"
         )
@@ -61,6 +69,9 @@ class ThreadFiles:
         with contextlib.suppress(OSError):
             probe.unlink()
         return flag
+
+    def adopt(self, memory: memoryview) -> None:
+        """See `Files`. The kernel takes any."""
 
     def open(self, path: Path, size: int) -> int:
         """See `Files`. A file that cannot be preallocated whole is removed."""

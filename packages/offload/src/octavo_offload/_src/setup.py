@@ -61,7 +61,10 @@ def open_tiers(
     try:
         if disk is not None:
             lower_jobs.append(Jobs(DISK_THREADS, "octavo-disk"))
-            lower.append(DiskTier(*disk, block_bytes, identity, lower_jobs[-1], files=files))
+            on_disk = DiskTier(*disk, block_bytes, identity, lower_jobs[-1], files=files)
+            lower.append(on_disk)
+            for part in host.slab.parts:
+                on_disk.adopt(part.whole)
         if remote is not None:
             tier = RemoteTier(remote, block_bytes, identity)
             lower.append(tier)
