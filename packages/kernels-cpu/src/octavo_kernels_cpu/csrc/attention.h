@@ -20,6 +20,7 @@ constexpr int TILE_KV = 32;      // tokens of context whose scores come at once
 constexpr int SPAN = 128;        // tokens of context whose scores become weights at once
 constexpr int TILE_ROWS = 24;    // query rows (queries × heads of a KV head) at once
 constexpr int WIDEN_ROWS = 6;    // rows from which on bfloat16 K and V are widened once, not for every few rows
+constexpr int ROWS_A_THREAD = 4;  // rows from which on a task has all heads of one, for more to fetch ahead
 constexpr int MAX_HEAD_DIM = 256;
 constexpr float MASKED = -1e30f;
 
@@ -77,15 +78,36 @@ struct Sums {
   }
 };
 
+// Lines of memory a loop fetches while it computes, some in each step: a burst of them would leave the units idle until they are there.
+// Rows of `in_row` lines each, `stride` words apart. Nothing where there is no address.
+struct Ahead {
+  const uint32_t* at = nullptr;
+  int in_row = 0, stride = 0, done = 0;
+
+  template <int LINES>
+  OCTAVO_INLINE void fetch() {
+    if (!at) return;
+    for (int i = 0; i < LINES; i++) {
+      __builtin_prefetch(at + size_t(done) * 16);
+      if (++done == in_row) done = 0, at += stride;
+    }
+  }
+};
+
+// A tile has as many lines of K, and as many of V, as its scores (or sums) take steps of two vectors of eight.
+template <int N>
+constexpr int LINES = N * W / 16;
+
 // Scores of R rows of q with N W tokens from k on, a row of features (or of pairs of them) `size` words long: s[R][SPAN].
 template <bool PAIRS, int R, int N>
-OCTAVO_INLINE void score_tile(int dim, int size, const void* k, const float* q, float* s) {
+OCTAVO_INLINE void score_tile(int dim, int size, const void* k, const float* q, float* s, Ahead& ahead) {
   Sums<R, N> sums;
   sums.clear_odd();
   std::memcpy(&sums.even, &sums.odd, sizeof sums.odd);
   const uint32_t* row = (const uint32_t*)k;
   for (int d = 0; d < dim; d += 2, row += PAIRS ? size : 2 * size) {
     F key[N];
+    if (PAIRS) ahead.fetch<LINES<N>>();
     two_or_one<PAIRS, N>(row, false, key);
     sums.onto(sums.even, q + d, dim, key);
     two_or_one<PAIRS, N>(PAIRS ? row : row + size, true, key);
@@ -95,15 +117,16 @@ OCTAVO_INLINE void score_tile(int dim, int size, const void* k, const float* q, 
     for (int i = 0; i < N; i++) store(s + r * SPAN + i * W, add(sums.even[r][i], sums.odd[r][i]));
 }
 
-// Values of a span's tokens: tiles that lie anywhere, of `tile` tokens each, the last one perhaps not full.
+// Values of a span's tokens: tiles that lie anywhere, of `tile` tokens each, the last one perhaps not full; and what to fetch beside each.
 struct Values {
   const void* at[SPAN / 16];
   int tile, count;
+  Ahead ahead[SPAN / 16] = {};
 };
 
 // acc[r][0 .. N W) = fade[r] acc + sum over the span's tokens of weight · V, from feature `d` on.
 template <bool PAIRS, int R, int N>
-OCTAVO_INLINE void weigh_span(int dim, const Values& v, int d, const float* weight, const float* fade, float* acc) {
+OCTAVO_INLINE void weigh_span(int dim, Values& v, int d, const float* weight, const float* fade, float* acc) {
   Sums<R, N> sums;
   sums.clear_odd();
   for (int r = 0; r < R; r++)
@@ -113,6 +136,7 @@ OCTAVO_INLINE void weigh_span(int dim, const Values& v, int d, const float* weig
     const int end = std::min(begin + v.tile, v.count);
     for (int t = begin; t < end; t += 2, row += PAIRS ? dim : 2 * dim) {
       F value[N];
+      if (PAIRS) v.ahead[i].fetch<LINES<N>>();
       two_or_one<PAIRS, N>(row, false, value);
       sums.onto(sums.even, weight + t, SPAN, value);
       if (t + 1 == end) break;  // what lies beyond may be anything
@@ -125,13 +149,13 @@ OCTAVO_INLINE void weigh_span(int dim, const Values& v, int d, const float* weig
 }
 
 template <bool PAIRS, int TILE, int R>
-__attribute__((noinline)) void score_rows(int dim, int size, const void* k, const float* q, float* s) {
+__attribute__((noinline)) void score_rows(int dim, int size, const void* k, const float* q, float* s, Ahead ahead) {
   constexpr int N = std::min(2, TILE / W);
-  for (int t = 0; t < TILE; t += N * W) score_tile<PAIRS, R, N>(dim, size, (const uint32_t*)k + t, q, s + t);
+  for (int t = 0; t < TILE; t += N * W) score_tile<PAIRS, R, N>(dim, size, (const uint32_t*)k + t, q, s + t, ahead);
 }
 
 template <bool PAIRS, int R>
-__attribute__((noinline)) void weigh_rows(int dim, const Values& v, const float* weight, const float* fade, float* acc) {
+__attribute__((noinline)) void weigh_rows(int dim, Values& v, const float* weight, const float* fade, float* acc) {
   int d = 0;
   for (; d + 2 * W <= dim; d += 2 * W) weigh_span<PAIRS, R, 2>(dim, v, d, weight, fade, acc + d);
   for (; d < dim; d += W) weigh_span<PAIRS, R, 1>(dim, v, d, weight, fade, acc + d);
@@ -177,7 +201,7 @@ OCTAVO_INLINE float soften(float* s, int live, int tile, float& top, float& tota
 }
 
 struct Item {
-  int row, head, first;
+  int row, head, heads, first;
 };
 
 // Where a tile of context lies.
@@ -198,13 +222,8 @@ struct Tile {
   }
 
   // The processor's own prefetching stops at the end of a page, and blocks lie anywhere.
-  void prefetch() const {
-    constexpr int LINES = 8, LINE = 16;
-    for (int i = 0; i < LINES; i++) {
-      __builtin_prefetch(TILE == 2 * LINE ? k + size_t(i / 2) * size + i % 2 * LINE : k + size_t(i) * size);
-      __builtin_prefetch(v + i * LINE);
-    }
-  }
+  Ahead ahead_k() const { return BF16 ? Ahead{k, TILE / 16, size} : Ahead{}; }
+  Ahead ahead_v() const { return BF16 ? Ahead{v, dim * TILE / 32, 0} : Ahead{}; }
 };
 
 // Tokens whose scores become weights at once, so that their values in floats fit the first-level cache.
@@ -219,18 +238,19 @@ struct Products {
 
   bool widens() const { return BF16 && rows >= WIDEN_ROWS; }
 
-  void score(const uint32_t* k, const float* q, float* s) const {
+  void score(const Tile<BF16, TILE>& tile, const float* q, float* s) const {
     if (widens()) {
-      widen_pairs(k, dim / 2, TILE, size, wide);
-      score_all<false>(TILE, wide, q, s);
+      widen_pairs(tile.k, dim / 2, TILE, size, wide);
+      score_all<false>(TILE, wide, q, s, {});
     } else {
-      score_all<BF16>(size, k, q, s);
+      score_all<BF16>(size, tile.k, q, s, tile.ahead_v());
     }
   }
-  void weigh(Values v, const float* weight, const float* fade, float* acc) const {
+  void weigh(Values& v, const float* weight, const float* fade, float* acc) const {
     if (widens()) {
       for (int i = 0; i * TILE < v.count; i++) widen_pairs(v.at[i], TILE / 2, dim, dim, wide + i * TILE * dim);
-      weigh_all<false>({{wide}, v.count, v.count}, weight, fade, acc);
+      Values all{{wide}, v.count, v.count};
+      weigh_all<false>(all, weight, fade, acc);
     } else {
       weigh_all<BF16>(v, weight, fade, acc);
     }
@@ -238,20 +258,20 @@ struct Products {
 
  private:
   template <bool PAIRS>
-  void score_all(int size, const void* k, const float* q, float* s) const {
+  void score_all(int size, const void* k, const float* q, float* s, Ahead ahead) const {
     in_registers<ROWS_IN_REGISTERS>(0, rows, [&](int r, auto some) {
-      score_rows<PAIRS, TILE, decltype(some)::value>(dim, size, k, q + r * dim, s + r * SPAN);
+      score_rows<PAIRS, TILE, decltype(some)::value>(dim, size, k, q + r * dim, s + r * SPAN, r ? Ahead{} : ahead);
     });
   }
   template <bool PAIRS>
-  void weigh_all(const Values& v, const float* weight, const float* fade, float* acc) const {
+  void weigh_all(Values& v, const float* weight, const float* fade, float* acc) const {
     in_registers<ROWS_IN_REGISTERS>(0, rows, [&](int r, auto some) {
       weigh_rows<PAIRS, decltype(some)::value>(dim, v, weight + r * SPAN, fade + r, acc + r * dim);
     });
   }
 };
 
-// Queries [first, first + count) of a row with one KV head.
+// Queries [first, first + count) of a row with one KV head after another.
 template <bool BF16, int TILE>
 void attend_item(const Pools& p, const Batch& b, int heads, float scale, const float* q, float* out, Item item, int count) {
   const int group = heads / p.kv_heads, dim = p.head_dim, rows = count * group;
@@ -263,46 +283,54 @@ void attend_item(const Pools& p, const Batch& b, int heads, float scale, const f
   // Context visible to the first query; each later one sees one token more.
   const int length = b.context_len[item.row] - (b.query_start[item.row + 1] - b.query_start[item.row]) + item.first + 1;
   const int end = std::min(length + count - 1, capacity);
-  for (int i = 0; i < count; i++)
-    for (int g = 0; g < group; g++) {
-      const float* from = q + (size_t(token + i) * heads + item.head * group + g) * dim;
-      for (int d = 0; d < dim; d += W) store(query + (i * group + g) * dim + d, mul(load(from + d), splat(scale)));
-    }
-  std::memset(acc, 0, size_t(rows) * dim * 4);
-  std::fill(top, top + rows, MASKED);
-  std::fill(total, total + rows, 0.0f);
   const Products<BF16, TILE> products{dim, p.block_size, rows, wide};
   const int span = span_of(dim);
-  for (int begin = 0; begin < end; begin += span) {
-    const int stop = std::min(begin + span, end);
-    Values values{{}, TILE, stop - begin};
-    int tiles = 0;
-    for (int t = begin; t < stop; t += TILE, tiles++) {
-      const Tile<BF16, TILE> tile(p, table, item.head, t);
-      if (t + TILE < end) Tile<BF16, TILE>(p, table, item.head, t + TILE).prefetch();
-      products.score(tile.k, query, s + tiles * TILE);
-      values.at[tiles] = tile.v;
+  for (int head = item.head; head < item.head + item.heads; head++) {
+    for (int i = 0; i < count; i++)
+      for (int g = 0; g < group; g++) {
+        const float* from = q + (size_t(token + i) * heads + head * group + g) * dim;
+        for (int d = 0; d < dim; d += W) store(query + (i * group + g) * dim + d, mul(load(from + d), splat(scale)));
+      }
+    std::memset(acc, 0, size_t(rows) * dim * 4);
+    std::fill(top, top + rows, MASKED);
+    std::fill(total, total + rows, 0.0f);
+    for (int begin = 0; begin < end; begin += span) {
+      const int stop = std::min(begin + span, end);
+      const bool is_last = stop == end;
+      const int next = is_last ? 0 : stop, next_head = is_last ? head + 1 : head;
+      Values values{{}, TILE, stop - begin};
+      int tiles = 0;
+      for (int t = begin; t < stop; t += TILE, tiles++) {
+        const Tile<BF16, TILE> tile(p, table, head, t);
+        products.score(tile, query, s + tiles * TILE);
+        values.at[tiles] = tile.v;
+        if (next_head < item.head + item.heads && next + t - begin < end)
+          values.ahead[tiles] = Tile<BF16, TILE>(p, table, next_head, next + t - begin).ahead_k();
+      }
+      for (int r = 0; r < rows; r++)
+        fade[r] = soften(s + r * SPAN, std::min(length + r / group, end) - begin, tiles * TILE, top[r], total[r]);
+      products.weigh(values, s, fade, acc);
     }
-    for (int r = 0; r < rows; r++)
-      fade[r] = soften(s + r * SPAN, std::min(length + r / group, end) - begin, tiles * TILE, top[r], total[r]);
-    products.weigh(values, s, fade, acc);
+    for (int i = 0; i < count; i++)
+      for (int g = 0; g < group; g++) {
+        const int r = i * group + g;
+        float* to = out + (size_t(token + i) * heads + head * group + g) * dim;
+        const F by = splat(total[r] > 0 ? total[r] : 1.0f);
+        for (int d = 0; d < dim; d += W) store(to + d, div(load(acc + r * dim + d), by));
+      }
   }
-  for (int i = 0; i < count; i++)
-    for (int g = 0; g < group; g++) {
-      const int r = i * group + g;
-      float* to = out + (size_t(token + i) * heads + item.head * group + g) * dim;
-      const F by = splat(total[r] > 0 ? total[r] : 1.0f);
-      for (int d = 0; d < dim; d += W) store(to + d, div(load(acc + r * dim + d), by));
-    }
 }
 
 // Attention of every live token; what lies beyond the last is left as it is.
 inline void attend(Team& team, const Pools& p, const Batch& b, int heads, float scale, const float* q, float* out) {
   const int at_once = std::max(1, TILE_ROWS / (heads / p.kv_heads));
   std::vector<Item> items;
-  for (int row = 0; row < b.num_rows; row++)
-    for (int first = 0; first < b.query_start[row + 1] - b.query_start[row]; first += at_once)
-      for (int head = 0; head < p.kv_heads; head++) items.push_back({row, head, first});
+  const bool many = b.num_rows >= ROWS_A_THREAD * team.threads();
+  for (int row = 0; row < b.num_rows; row++) {
+    const int queries = b.query_start[row + 1] - b.query_start[row], together = many && queries == 1 ? p.kv_heads : 1;
+    for (int first = 0; first < queries; first += at_once)
+      for (int head = 0; head < p.kv_heads; head += together) items.push_back({row, head, together, first});
+  }
   team.run(int(items.size()), [&](int i) {
     const Item item = items[i];
     const int count = std::min(at_once, b.query_start[item.row + 1] - b.query_start[item.row] - item.first);

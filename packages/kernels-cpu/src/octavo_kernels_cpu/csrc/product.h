@@ -69,8 +69,18 @@ OCTAVO_INLINE void float_tile(const uint8_t* panel, size_t step, const Rows& x, 
       for (int v = 0; v < NV; v++) store(out + (p * R + r) * PANEL + v * W, acc[p][r][v]);
 }
 
+// Lines of the next panel a tile fetches while it works, so many for each group of inputs. Beyond the last panel nothing is fetched: a
+// prefetch of what is not there does nothing.
+struct Next {
+  const uint8_t* at = nullptr;
+  int lines = 0;
+  OCTAVO_INLINE void fetch() {
+    for (int i = 0; i < lines; i++, at += 64) prefetch(at);
+  }
+};
+
 template <int R>
-OCTAVO_INLINE void q4_tile(const uint8_t* panel, const Rows& x, int row, int groups, float* out) {
+OCTAVO_INLINE void q4_tile(const uint8_t* panel, const Rows& x, int row, int groups, Next next, float* out) {
   const uint8_t* scales = panel + size_t(groups) * 256;
   const int8_t* in = x.q + size_t(row) * groups * GROUP;
   const float* in_scale = x.scale + size_t(row) * groups;
@@ -79,6 +89,7 @@ OCTAVO_INLINE void q4_tile(const uint8_t* panel, const Rows& x, int row, int gro
     F total[R];
     for (int r = 0; r < R; r++) total[r] = splat(0.0f);
     for (int g = 0; g < groups; g++) {
+      if (R > 1 && v == 0) next.fetch();
       Dot4 acc[R];
       for (int r = 0; r < R; r++) acc[r] = dot4_zero();
       for (int i = 0; i < 4; i++) {
@@ -102,7 +113,7 @@ OCTAVO_INLINE void q4_tile(const uint8_t* panel, const Rows& x, int row, int gro
 }
 
 template <int R>
-OCTAVO_INLINE void q8_tile(const uint8_t* panel, const Rows& x, int row, int groups, float* out) {
+OCTAVO_INLINE void q8_tile(const uint8_t* panel, const Rows& x, int row, int groups, Next next, float* out) {
   const uint16_t* scales = (const uint16_t*)(panel + size_t(groups) * 512);
   const int8_t* in = x.q + size_t(row) * groups * GROUP;
   const float* in_scale = x.scale + size_t(row) * groups;
@@ -110,6 +121,7 @@ OCTAVO_INLINE void q8_tile(const uint8_t* panel, const Rows& x, int row, int gro
     F total[R];
     for (int r = 0; r < R; r++) total[r] = splat(0.0f);
     for (int g = 0; g < groups; g++) {
+      if (R > 1 && v == 0) next.fetch();
       Dot8 acc[R];
       for (int r = 0; r < R; r++) acc[r] = dot8_zero();
       for (int i = 0; i < 8; i++) {
@@ -133,11 +145,11 @@ constexpr int INPUTS_AT_ONCE = 256;
 
 // One panel with R rows over inputs [begin, end), all of them in int8; out[r][16].
 template <Format FORMAT, int R>
-__attribute__((noinline)) void panel_tile(const uint8_t* panel, const Rows& x, int row, int begin, int end, float* out) {
+__attribute__((noinline)) void panel_tile(const uint8_t* panel, const Rows& x, int row, int begin, int end, Next next, float* out) {
   if constexpr (FORMAT == Format::Q4)
-    q4_tile<R>(panel, x, row, x.groups, out);
+    q4_tile<R>(panel, x, row, x.groups, next, out);
   else if constexpr (FORMAT == Format::Q8)
-    q8_tile<R>(panel, x, row, x.groups, out);
+    q8_tile<R>(panel, x, row, x.groups, next, out);
   else if constexpr (FORMAT != Format::Q8F)
     float_tile<FORMAT, R, 1>(panel, 0, x, row, begin, end, out);
 }
@@ -149,11 +161,11 @@ __attribute__((noinline)) void two_panels(const Weights& w, int panel, const Row
 }
 
 template <Format FORMAT, int R = tile_rows<FORMAT>>
-OCTAVO_INLINE void any_rows(int rows, const uint8_t* panel, const Rows& x, int row, int begin, int end, float* out) {
+OCTAVO_INLINE void any_rows(int rows, const uint8_t* panel, const Rows& x, int row, int begin, int end, Next next, float* out) {
   if (rows == R)
-    panel_tile<FORMAT, R>(panel, x, row, begin, end, out);
+    panel_tile<FORMAT, R>(panel, x, row, begin, end, next, out);
   else if constexpr (R > 1)
-    any_rows<FORMAT, R - 1>(rows, panel, x, row, begin, end, out);
+    any_rows<FORMAT, R - 1>(rows, panel, x, row, begin, end, next, out);
 }
 
 // fn(first row, how many) over rows [row, end) in tiles of nearly equal height: 8 rows are 4 and 4, not 6 and 2.
@@ -209,17 +221,23 @@ OCTAVO_INLINE void panels_with_rows(const Weights& w, int first, int last, const
         done(panel + 1, row, 1, out + PANEL);
       }
   const int step = is_quantised(FORMAT) ? w.inputs : INPUTS_AT_ONCE;
+  const int tiles = (end - row + tile_rows<FORMAT> - 1) / tile_rows<FORMAT>;
+  const int groups = w.inputs / GROUP;
+  const int parts = tiles * groups, panel_lines = int((panel_bytes(FORMAT, w.inputs) + 63) / 64);
+  const int lines = is_quantised(FORMAT) && parts ? (panel_lines + parts - 1) / parts : 0;
   for (; panel < last; panel++)
     for (int k = 0; k < w.inputs; k += step) {
       const int stop = std::min(k + step, w.inputs);
+      int tile = 0;
       row_tiles<FORMAT>(row, end, [&](int r, int rows) {
         float* part = out + (r - row) * PANEL;
+        const Next next{lines ? w.panel(panel + 1) + size_t(tile++) * lines * groups * 64 : nullptr, lines};
         if (FORMAT == Format::Q8F || (FORMAT == Format::BF16 && end - row >= WIDEN_FROM)) {
           if (r == row && FORMAT == Format::Q8F) widen_int8(w.panel(panel), w.inputs, k, stop, wide);
           if (r == row && FORMAT == Format::BF16) widen(w.panel(panel), k, stop, wide);
-          any_rows<Format::F32>(rows, (const uint8_t*)(wide - size_t(k) * PANEL), x, r, k, stop, part);
+          any_rows<Format::F32>(rows, (const uint8_t*)(wide - size_t(k) * PANEL), x, r, k, stop, next, part);
         } else {
-          any_rows<FORMAT>(rows, w.panel(panel), x, r, k, stop, part);
+          any_rows<FORMAT>(rows, w.panel(panel), x, r, k, stop, next, part);
         }
         if (stop == w.inputs) done(panel, r, rows, part);
       });
