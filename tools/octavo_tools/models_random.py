@@ -2,6 +2,7 @@
 
 Runs where torch and transformers are, and needs nothing of the workspace: `uv run --no-project --with torch --with transformers
 --with safetensors python tools/models-random OUT`. `tools/models-parity OUT/*` compares. Weights are bfloat16 values, whatever they are stored as.
+`--drawn 5` makes five of each family whose sizes and spelling of config.json are drawn by `--seed`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+
+from octavo_tools import models_drawn
 
 PROMPT_LENS: Final = (1, 5, 16, 33, 70)
 NEW_TOKENS: Final = 12
@@ -170,18 +173,26 @@ def write(case: Case, folder: Path, *, seed: int) -> None:
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(case.family, **{**_SIZES, **case.config})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    ).eval()
+    fill_in(model, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(folder / "reference.npz", **reference(model, seed))  # type: ignore[arg-type]
+    stored = model if case.dtype == "float32" else model.to(getattr(torch, case.dtype))
+    stored.save_pretrained(folder, **({} if case.shard is None else {"max_shard_size": case.shard}))
+    _rewrite(case, folder)
+
+
+def fill_in(model: Any, seed: int) -> None:
+    """Random weights, bfloat16 values all."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_floating_point() and "inv_freq" not in name and "embed_scale" not in name:
                 tensor.copy_(_values(name, tensor, generator).to(torch.bfloat16).float())
-    folder.mkdir(parents=True, exist_ok=True)
-    reference = _reference(model, seed)
-    np.savez_compressed(folder / "reference.npz", **reference)  # type: ignore[arg-type]
-    stored = model if case.dtype == "float32" else model.to(getattr(torch, case.dtype))
-    stored.save_pretrained(folder, **({} if case.shard is None else {"max_shard_size": case.shard}))
-    _rewrite(case, folder)
 
 
 def _values(name: str, tensor: Any, generator: Any) -> Any:
@@ -198,7 +209,8 @@ def _values(name: str, tensor: Any, generator: Any) -> Any:
     return 1.5 * noise * fan_in**-0.5
 
 
-def _reference(model: Any, seed: int) -> dict[str, np.ndarray]:
+def reference(model: Any, seed: int) -> dict[str, np.ndarray]:
+    """What the model says of random prompts: every logit, and greedy continuations."""
     import torch
 
     rng = np.random.default_rng(seed)
@@ -259,8 +271,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("models-random", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--case", action="append", default=[], help="name of a case; repeatable (default: all)")
+    parser.add_argument(
+        "--drawn", type=int, default=0, metavar="N", help="instead, N checkpoints of each family in sizes and spellings drawn"
+    )
+    parser.add_argument(
+        "--family", action="append", default=[], help="of --drawn, transformers' model_type; repeatable (default: all)"
+    )
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args(argv)
+    if args.drawn:
+        return models_drawn.write_many(args.out, args.drawn, args.family, first=args.seed)
     unknown = set(args.case) - {case.name for case in CASES}
     if unknown:
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(case.name for case in CASES)}")

@@ -128,6 +128,14 @@ def test_divisors_that_nobody_published_are_refused_and_leave_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["own.gguf"]
 
 
+def test_the_folder_one_stands_in_is_refused(tmp_path, monkeypatch):
+    before = open_checkpoint(gguf_file(tmp_path / "small.gguf"))
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(ConfigError, match=r"'\.' cannot be put in place whole"):
+        convert(before, Path("."), progress=False)
+
+
 def test_what_is_there_is_not_overwritten(tmp_path, hf_folder):
     before = open_checkpoint(gguf_file(tmp_path / "small.gguf"))
     with pytest.raises(ConfigError, match="new or empty"):

@@ -1,6 +1,7 @@
 """`octavo chat` in a real terminal (a pty) against real servers."""
 
 import contextlib
+import io
 import json
 import os
 import select
@@ -19,7 +20,7 @@ from octavo_core.errors import ConfigError
 from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.testing.terminal import start_in_terminal
 from octavo_server import ServerConfig, cli
-from octavo_server._src import chat_client, chat_command
+from octavo_server._src import chat_client, chat_command, chat_lines
 from octavo_server._src.chat_client import ChatClientError, api_base, parse_setting
 from octavo_server._src.chat_embedded import embedded_server
 from octavo_server._src.sockets import bind, url_of
@@ -258,6 +259,9 @@ def of_lines(*lines: bytes, status: int = 200) -> chat_client.Conversation:
         ([b'data: {"choices": [{"delta": {"content": "a"}}]}'], "in the middle"),
         ([b"data: {"], "no JSON"),
         ([b"data: 5"], "no event"),
+        ([b'data: {"choices": [5]}'], "no chunk of an answer"),
+        ([b'data: {"choices": [{"delta": {"content": [1]}}]}'], "no chunk of an answer"),
+        ([b'data: {"choices": 5}'], "no chunk of an answer"),
         ([b'data: {"error": {"message": "lost"}}'], "lost"),
         ([b'data: {"error": "lost"}'], "lost"),
     ],
@@ -267,6 +271,31 @@ def test_an_answer_that_breaks_off_is_no_answer(lines: list[bytes], wanted: str)
     with pytest.raises(ChatClientError, match=wanted):
         chat.ask("hi", lambda piece: None)
     assert chat.messages == []
+
+
+def chunk(text: str, *, last: bool = False) -> bytes:
+    event = {"choices": [{"delta": {"content": text}, "finish_reason": "stop" if last else None}]}
+    return b"data: " + json.dumps(event, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_only_what_ends_lines_of_events_does(end: bytes) -> None:
+    """Python's `splitlines`, by which HTTP clients read, also splits at U+2028 and its like, which servers send inside JSON."""
+    texts = ["a\u2028b", "\x85c\x7f", "😀\u2029", "d"]
+    whole = end.join([b": hello", *(chunk(text) + end for text in texts), chunk("", last=True) + end, b"data: [DONE]"]) + end * 2
+    for size in (1, 3, 10_000):
+        parts = [whole[i : i + size] for i in range(0, len(whole), size)]
+        transport = httpx.MockTransport(lambda request, parts=parts: httpx.Response(200, content=iter(parts)))
+        chat = chat_client.Conversation(httpx.Client(transport=transport, base_url="http://x/v1"), {"model": "m"})
+        shown: list[str] = []
+        assert chat.ask("hi", shown.append) == "".join(texts) == "".join(shown)
+
+
+def test_what_a_terminal_cannot_show_is_a_question_mark(monkeypatch) -> None:
+    latin = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr("sys.stdout", latin)
+    chat_lines.print_piece("é 😀 \ud83d")
+    assert latin.buffer.getvalue() == b"\xe9 ? ?"
 
 
 def test_a_file_that_is_no_conversation_changes_nothing() -> None:

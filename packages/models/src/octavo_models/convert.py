@@ -59,6 +59,8 @@ def convert(checkpoint: Checkpoint, folder: Path, *, file_bytes: int = FILE_BYTE
     """
     if checkpoint.kind != "gguf":
         raise ConfigError(f"{checkpoint.path} is a folder of safetensors already; convert takes a .gguf file")
+    if not folder.name:
+        raise ConfigError(f"'{folder}' cannot be put in place whole; name a folder that is new")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already; name a folder that is new or empty")
     source = open_weights(checkpoint)

@@ -46,6 +46,7 @@ def base_config(
     *,
     kv_heads: int | None = None,
     head_dim: int | None = None,
+    width: int | None = None,
     eps: float = 1e-6,
     max_len: int = 2048,
     tied: bool = False,
@@ -56,7 +57,9 @@ def base_config(
     """What all families write the same way.
 
     Args:
-        kv_heads, head_dim, eps, max_len, tied, act: What the family means where the file says nothing; None: derived from the heads.
+        kv_heads, head_dim: What the family means where the file says nothing; None: derived from the heads.
+        width: As well, of the MLP; None: the file must say it.
+        eps, max_len, tied, act: As well.
         act_key: Where the activation is named.
         more: Other fields of the configuration.
     """
@@ -67,10 +70,10 @@ def base_config(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size", width),
         num_layers=fields.integer("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=fields.integer("num_key_value_heads", kv_heads or heads),
+        num_kv_heads=_kv_heads(fields, heads, kv_heads),
         head_dim=hidden // heads if own_dim is None else own_dim,
         rms_norm_eps=fields.number("rms_norm_eps", eps),
         max_position_embeddings=fields.integer("max_position_embeddings", max_len),
@@ -82,6 +85,13 @@ def base_config(
     names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     check_heads(config, fields, names=names, derived=own_dim is None)
     return config
+
+
+def _kv_heads(fields: Fields, heads: int, unsaid: int | None) -> int:
+    """Null means as many as there are heads; a file that says nothing means the family's number."""
+    if fields.has("num_key_value_heads"):
+        return fields.integer("num_key_value_heads")
+    return heads if unsaid is None or "num_key_value_heads" in fields.values else unsaid
 
 
 def check_heads(config: ModelConfig, fields: Fields, *, names: tuple[str, str, str, str], derived: bool) -> None:
@@ -169,7 +179,7 @@ def read_rope(fields: Fields, *, theta: float = 10000.0, layer_type: str | None 
         return RopeConfig(theta=theta, kind="linear", factor=inner.number("factor"))
     if kind == "dynamic":
         return RopeConfig(theta=theta, kind="dynamic", factor=inner.number("factor"))
-    return _llama3(inner, theta) if kind == "llama3" else _yarn(fields, inner, theta)
+    return (_llama3 if kind == "llama3" else _yarn)(fields, inner, theta)
 
 
 def rope_fields(fields: Fields, layer_type: str | None = None) -> Fields:
@@ -186,14 +196,21 @@ def rope_fields(fields: Fields, layer_type: str | None = None) -> Fields:
     return Fields(values, f"{fields.source}: {key}")
 
 
-def _llama3(inner: Fields, theta: float) -> RopeConfig:
+def _original_length(fields: Fields, inner: Fields) -> int:
+    """Before stretching. Beside the scaling it wins over within it; a file that has it nowhere means its own length."""
+    if fields.has("original_max_position_embeddings"):
+        return fields.integer("original_max_position_embeddings")
+    return inner.integer("original_max_position_embeddings", fields.integer("max_position_embeddings", 2048))
+
+
+def _llama3(fields: Fields, inner: Fields, theta: float) -> RopeConfig:
     rope = RopeConfig(
         theta=theta,
         kind="llama3",
         factor=inner.number("factor"),
         low_freq_factor=inner.number("low_freq_factor"),
         high_freq_factor=inner.number("high_freq_factor"),
-        original_max_position_embeddings=inner.integer("original_max_position_embeddings"),
+        original_max_position_embeddings=_original_length(fields, inner),
     )
     if rope.high_freq_factor <= rope.low_freq_factor:
         raise inner.fail("high_freq_factor", f"above 'low_freq_factor' ({rope.low_freq_factor:g})")
@@ -202,9 +219,8 @@ def _llama3(inner: Fields, theta: float) -> RopeConfig:
 
 def _yarn(fields: Fields, inner: Fields, theta: float) -> RopeConfig:
     """As transformers: the factor may follow from the two lengths, the attention factor from the factor."""
-    own_len = fields.integer("max_position_embeddings", 2048)
-    original = inner.integer("original_max_position_embeddings", own_len)
-    factor = inner.number("factor") if inner.has("factor") else own_len / original
+    original = _original_length(fields, inner)
+    factor = inner.number("factor") if inner.has("factor") else fields.integer("max_position_embeddings", 2048) / original
     if inner.has("attention_factor"):
         attention_factor = inner.number("attention_factor")
     else:

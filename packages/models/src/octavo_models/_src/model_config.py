@@ -20,6 +20,8 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_python": "gelu",
     "relu": "relu",
 }
 """Hugging Face's names of the activations served."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ _KINDS: Final[Mapping[str, type]] = {
 SETTINGS: Final = tuple(_KINDS)
 """What of a request may be set; servers refuse what they do not know."""
 _ROLES: Final = ("system", "user", "assistant")
+_LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 
 
 class ChatClientError(OctavoError):
@@ -177,13 +179,13 @@ class Conversation:
             with self._client.stream("POST", "chat/completions", json=body) as response:
                 if response.status_code != 200:
                     raise ChatClientError(message_of(response.read(), response.status_code))
-                for line in response.iter_lines():
+                for line in _lines(response.iter_bytes()):
                     event = _event(line)
                     if event is None:
                         continue
-                    for choice in event.get("choices") or []:
-                        is_whole = is_whole or choice.get("finish_reason") is not None
-                        yield (choice.get("delta") or {}).get("content") or ""
+                    for piece, is_last in _pieces_of(event):
+                        is_whole = is_whole or is_last
+                        yield piece
         except httpx.HTTPError as error:
             raise ChatClientError(f"the server cannot be reached any more: {error or type(error).__name__}") from None
         if not is_whole:
@@ -200,6 +202,15 @@ class Conversation:
             return str(data["data"][0]["id"])
         except (httpx.HTTPStatusError, ValueError, KeyError, IndexError, TypeError):
             raise ChatClientError(message_of(response.content, response.status_code)) from None
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
+    """Lines of server-sent events, which end as WHATWG's HTML says (section 9.2.6): a text may hold whatever else Python calls a line's end."""
+    held = b""
+    for chunk in chunks:
+        *whole, held = _LINE_END.split(held + chunk)
+        yield from (line.decode("utf-8", "replace") for line in whole)
+    yield held.decode("utf-8", "replace")
 
 
 def _event(line: str) -> dict[str, Any] | None:
@@ -220,6 +231,19 @@ def _event(line: str) -> dict[str, Any] | None:
         error = event["error"]
         raise ChatClientError(str(error.get("message") if isinstance(error, dict) else error))
     return event
+
+
+def _pieces_of(event: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Text of an event's choices, and whether each is then at its end.
+
+    Raises:
+        ChatClientError: It is of another shape than a chunk of a chat completion.
+    """
+    try:
+        choices = [(choice, (choice.get("delta") or {}).get("content") or "") for choice in event.get("choices") or []]
+        return [("" + text, choice.get("finish_reason") is not None) for choice, text in choices]
+    except (AttributeError, TypeError):
+        raise ChatClientError(f"the server sent what is no chunk of an answer: {json.dumps(event)[:80]}") from None
 
 
 def message_of(body: bytes, status: int) -> str:

@@ -144,6 +144,7 @@ def _path(command: str, rest: str) -> Path:
 
 
 def print_piece(piece: str) -> None:
-    """Part of an answer, shown at once."""
-    sys.stdout.write(piece)
+    """Part of an answer, shown at once; what the terminal's encoding lacks as question marks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(piece.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

@@ -28,6 +28,7 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
     return base_config(
         own,
         architecture,
+        width=18432,
         max_len=4096,
         attention_bias=fields.boolean("attention_bias", False),
         attention_scale=_attention_scale(fields, latent),

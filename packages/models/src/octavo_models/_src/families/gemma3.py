@@ -1,6 +1,7 @@
 """Gemma 3, text: sliding and full layers with a rotation each, norms before and after, scaled embeddings.
 
-Of a checkpoint with vision (`Gemma3ForConditionalGeneration`) the language model is served.
+Of a checkpoint with vision (`Gemma3ForConditionalGeneration`) the language model is served. `attn_logit_softcapping` says nothing: the
+family normalises Q and K instead of capping scores (arXiv 2503.19786, section 2), and transformers does not cap them either.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
         post_norms=True,
         embed_scale=hidden**0.5,
         attention_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        attention_softcap=fields.number("attn_logit_softcapping") if fields.has("attn_logit_softcapping") else None,
         logit_softcap=fields.number("final_logit_softcapping") if fields.has("final_logit_softcapping") else None,
     )
 
@@ -50,7 +50,9 @@ def _text_fields(fields: Fields) -> Fields:
         return fields
     if not isinstance(inner, dict):
         raise fields.fail("text_config", "an object")
-    outer = {key: fields.values[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if fields.has(key)}
+    outer = {key: fields.values[key] for key in ("dtype", "torch_dtype") if fields.has(key)}
+    # The head belongs to the whole: what is said of it beside the language model holds.
+    head = {"tie_word_embeddings": fields.boolean("tie_word_embeddings", True)}
     sizes = {
         "vocab_size": 262208,
         "hidden_size": 2304,
@@ -58,15 +60,15 @@ def _text_fields(fields: Fields) -> Fields:
         "num_hidden_layers": 26,
         "num_attention_heads": 8,
     }
-    return Fields({**sizes, **outer, **inner}, f"{fields.source}: text_config")
+    return Fields({**sizes, **outer, **inner, **head}, f"{fields.source}: text_config")
 
 
 def _local_rope(fields: Fields) -> RopeConfig:
     """Sliding layers: never scaled in the old keys, as `sliding_attention` says in the new ones."""
-    rope = fields.values.get("rope_parameters")
+    theta, rope = fields.number("rope_local_base_freq", 10000.0), fields.values.get("rope_parameters")
     if isinstance(rope, dict) and isinstance(rope.get("sliding_attention"), dict):
-        return read_rope(fields, layer_type="sliding_attention")
-    return RopeConfig(theta=fields.number("rope_local_base_freq", 10000.0))
+        return read_rope(Fields({**fields.values, "rope_theta": theta}, fields.source), layer_type="sliding_attention")
+    return RopeConfig(theta=theta)
 
 
 _RENAMES = (

@@ -15,11 +15,11 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Of a file that does not mention rotary scaling."""
+"""Of a file that does not mention rotary scaling, or says null in the new key. Null in the old one says that there is none."""
 
 
 def _read(fields: Fields, architecture: str) -> ModelConfig:
-    if not {"rope_scaling", "rope_parameters"} & fields.values.keys():
+    if not fields.has("rope_parameters") and "rope_scaling" not in fields.values:
         fields = Fields({**fields.values, "rope_scaling": _YARN}, fields.source)
     layers = fields.integer("num_hidden_layers")
     moe = MoEConfig(

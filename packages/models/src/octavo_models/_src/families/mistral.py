@@ -11,16 +11,16 @@ _WINDOW = 4096
 """Of a file that does not mention `sliding_window`; null there means none."""
 
 
-def sliding_everywhere(fields: Fields, default: int | None) -> tuple[int | None, ...]:
+def _windows(fields: Fields) -> tuple[int | None, ...]:
     """The window of every layer, which `sliding_window` alone decides unless the file has `layer_types`."""
-    told = "sliding_window" in fields.values
-    window = (fields.integer("sliding_window") if fields.has("sliding_window") else None) if told else default
+    silent = "sliding_window" not in fields.values
+    window = fields.integer("sliding_window", _WINDOW) if silent or fields.has("sliding_window") else None
     layers = fields.integer("num_hidden_layers")
     return layer_windows(fields, layers, window, [True] * layers)
 
 
 def _read(fields: Fields, architecture: str) -> ModelConfig:
-    return base_config(fields, architecture, kv_heads=8, max_len=131072, windows=sliding_everywhere(fields, _WINDOW))
+    return base_config(fields, architecture, kv_heads=8, max_len=131072, windows=_windows(fields))
 
 
 FAMILY = Family(("MistralForCausalLM",), ("mistral",), _read)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from octavo_models._src.families.family import Family
-from octavo_models._src.families.mistral import sliding_everywhere
 from octavo_models._src.fields import Fields
 from octavo_models._src.hf_config import base_config, read_rope
 from octavo_models._src.model_config import ModelConfig, MoEConfig
@@ -15,6 +14,8 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
         experts_per_token=fields.integer("num_experts_per_tok", 2),
         intermediate_size=fields.integer("intermediate_size"),
     )
+    # Every layer slides where one does: no file of the family says it layer by layer.
+    window = fields.integer("sliding_window") if fields.has("sliding_window") else None
     return base_config(
         fields,
         architecture,
@@ -22,7 +23,7 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
         eps=1e-5,
         max_len=131072,
         rope=read_rope(fields, theta=1e6),
-        windows=sliding_everywhere(fields, None),
+        windows=() if window is None else (window,) * fields.integer("num_hidden_layers"),
         moe=moe,
     )
 

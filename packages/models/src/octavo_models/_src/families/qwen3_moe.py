@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo_models._src.families.family import Family
 from octavo_models._src.fields import Fields
-from octavo_models._src.hf_config import base_config, layer_windows
+from octavo_models._src.hf_config import base_config
 from octavo_models._src.model_config import ModelConfig, MoEConfig
 
 
@@ -22,10 +22,11 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
         fields,
         architecture,
         kv_heads=4,
+        width=6144,
         max_len=32768,
         attention_bias=fields.boolean("attention_bias", False),
         qk_norm=True,
-        windows=layer_windows(fields, layers, window, [True] * layers),
+        windows=() if window is None else (window,) * layers,
         moe=moe,
         moe_layers=_moe_layers(fields, layers),
     )
