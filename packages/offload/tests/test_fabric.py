@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from octavo_offload import fabric
+from octavo_offload._src import nixl
 
 PORT = "sys/class/infiniband/mlx5_0/ports/1"
 GOOD = {
@@ -92,6 +93,33 @@ def test_without_a_fabric_tcp_has_to_be_wanted(tmp_path):
     assert not refused["link"].is_good
     assert "--allow-tcp" in refused["transport"].told
     assert all(allowed[name].is_good for name in ("link", "rdma-core", "memlock", "transport"))
+
+
+@pytest.mark.parametrize(
+    ("installed", "choice", "is_good", "words"),
+    [
+        (False, "rc", False, "NIXL is not installed"),
+        (True, "", False, "not set"),
+        (True, "rc,tcp", False, "may choose TCP"),
+        (True, "^rc", False, "may choose TCP"),
+        (True, "rc,cuda_copy,cuda_ipc", True, "UCX over rc"),
+        (True, "rc_verbs", True, "UCX over rc_verbs"),
+    ],
+)
+def test_rdma_is_good_where_ucx_has_no_other_choice(tree, monkeypatch, installed, choice, is_good, words):
+    monkeypatch.setattr(nixl, "name", lambda: "nixl_cu12" if installed else None)
+    monkeypatch.setenv("UCX_TLS", choice)
+    fact = facts(tree())["transport"]
+    assert fact.is_good == is_good
+    assert words in fact.told
+    assert facts(tree(), allow_tcp=True)["transport"].is_good
+    down = facts(tree(**{f"{PORT}/state": "1: DOWN\n"}))["transport"]
+    assert not down.is_good
+
+
+def test_the_install_line_is_told(monkeypatch):
+    monkeypatch.setattr(nixl, "_MODULES", ())
+    assert "pip install --no-deps nixl-cu12" in facts(Path("/"))["nixl"].told
 
 
 @pytest.mark.skipif(not os.path.isdir("/sys"), reason="wants Linux")

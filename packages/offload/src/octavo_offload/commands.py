@@ -18,6 +18,12 @@ class KvStore:
         parser.add_argument("--tls-cert", metavar="FILE", help="certificate (PEM); with it members must have one too")
         parser.add_argument("--tls-key", metavar="FILE", help="key of the certificate (PEM)")
         parser.add_argument("--tls-ca", metavar="FILE", help="certificates that sign those of members (PEM)")
+        parser.add_argument(
+            "--transport",
+            choices=("grpc", "ucx"),
+            default="grpc",
+            help="how blocks are read: ucx lets members read memory by NIXL, over RDMA where there is some (see docs/rocev2.md); wants NIXL on both sides",
+        )
         parser.add_argument("--member-window", default="64MiB", metavar="SIZE", help="bytes one engine may lease at a time")
         parser.add_argument(
             "--store-window", default=None, metavar="SIZE", help="bytes all together may; default: half of the memory"

@@ -157,11 +157,23 @@ def report(root: Path = Path("/"), *, allow_tcp: bool = False) -> list[Fact]:
         )
     verbs, memlock = (fact._replace(is_good=fact.is_good or allow_tcp) for fact in (_verbs(root), _memlock()))
     facts += [verbs, _kernel(), memlock, _hugepages(root), _shm(root), _nixl()]
-    told = "blocks travel by gRPC over TCP"
-    facts.append(
-        Fact("transport", allow_tcp, told + ("" if allow_tcp else ", which is no RDMA fabric; --allow-tcp says that this is meant"))
-    )
+    facts.append(_transport(any(port.is_active for port in links), allow_tcp=allow_tcp))
     return facts
+
+
+def _transport(has_link: bool, *, allow_tcp: bool) -> Fact:
+    """How blocks would travel: RDMA only where UCX is here, has a link and is not left the choice of TCP."""
+    choice = os.environ.get("UCX_TLS", "")
+    names = {word.split("_")[0] for word in choice.lstrip("^").split(",") if word}
+    if nixl.name() is None:
+        told = "blocks travel by gRPC over TCP; NIXL is not installed"
+    elif not has_link:
+        told = "blocks travel by gRPC, or by UCX where the store has --transport ucx, over TCP: there is no active RDMA link"
+    elif not choice or choice.startswith("^") or names & {"tcp", "all"}:
+        told = f"UCX may choose TCP (UCX_TLS={choice or 'not set'}); set UCX_TLS=rc,cuda_copy,cuda_ipc on both sides"
+    else:
+        return Fact("transport", True, f"UCX over {choice}, where the store has --transport ucx")
+    return Fact("transport", allow_tcp, told + ("" if allow_tcp else "; no RDMA. --allow-tcp says that this is meant"))
 
 
 def _port_facts(port: Port) -> Iterator[Fact]:

@@ -17,7 +17,10 @@ import time
 from collections import deque
 from typing import Final
 
+import msgspec
+
 from octavo_offload._src.remote import messages as m
+from octavo_offload._src.remote import ucx
 from octavo_offload._src.remote.peer import Peer, PeerError
 from octavo_offload._src.remote.shared import Pipe, SharedSlab
 
@@ -27,6 +30,7 @@ _BACKOFF_S: Final = (0.2, 5.0)
 READERS: Final = 3
 WRITERS: Final = 2
 BATCH_BYTES: Final = 8 << 20
+_LATE_S: Final = 0.05
 
 
 class Agent:
@@ -49,10 +53,13 @@ class Agent:
         self._failures = 0
         self._dropped = threading.Event()
         self._batch = max(1, BATCH_BYTES // start.block_bytes)
+        self._transports = list(start.transports)
+        self._reader: ucx.Reader | None = None
+        self._late: list[tuple[ucx.LateError, list[m.Work]]] = []
 
     def run(self) -> None:
         """Serve until the engine is gone."""
-        for target in (self._keep_joined, *[self._read_on] * READERS, *[self._write_on] * WRITERS):
+        for target in (self._keep_joined, self._end_late_on, *[self._read_on] * READERS, *[self._write_on] * WRITERS):
             threading.Thread(target=target, daemon=True).start()
         try:
             while True:
@@ -78,7 +85,7 @@ class Agent:
         pause_s = _BACKOFF_S[0]
         while True:
             try:
-                peer = Peer(self._start)
+                peer = self._join()
                 beaten = peer.beat(0)
             except PeerError as error:
                 self._send(m.Peer(False, str(error), error.is_final))
@@ -90,11 +97,29 @@ class Agent:
             self._failures = 0
             self._dropped.clear()
             self._peer = peer
-            self._send(m.Peer(True, peer.joined.transport))
+            self._send(m.Peer(True, peer.told))
             why = self._beat_on(peer, beaten.cursor)
             self._peer = None
             peer.close()
             self._send(m.Peer(False, why))
+
+    def _join(self) -> Peer:
+        """Join, and be able to read as was settled; where UCX does not work here, by gRPC from then on."""
+        peer = Peer(msgspec.structs.replace(self._start, transports=self._transports))
+        peer.told = peer.joined.transport
+        if peer.joined.transport != ucx.TRANSPORT:
+            return peer
+        try:
+            self._reader = self._reader or ucx.Reader(self._slab)
+            peer.remote = self._reader.join(peer.joined.metadata)
+            peer.told = ucx.told()
+            return peer
+        except (OSError, PeerError) as error:
+            peer.leave()
+            self._transports = ["grpc"]
+            peer = Peer(msgspec.structs.replace(self._start, transports=self._transports))
+            peer.told = f"grpc ({error})"
+            return peer
 
     def _beat_on(self, peer: Peer, cursor: int) -> str:
         """Stay joined; answers why that ended."""
@@ -131,26 +156,52 @@ class Agent:
     def _read_on(self) -> None:
         while True:
             batch = self._next(self._reads, self._batch)
-            seals = [0] * len(batch)
-            good = [False] * len(batch)
-            peer = self._peer
-            if peer is not None:
-                self._read(peer, batch, seals, good)
-            for work, is_good, seal in zip(batch, good, seals, strict=True):
-                self._send(m.Result(work.ticket, is_good, seal))
+            seals: list[int | None] = [None] * len(batch)
+            peer, leased = self._peer, None
+            try:
+                if peer is not None:
+                    leased = peer.lease([work.key for work in batch])
+                    self._read(peer, leased, batch)
+                    seals = [None if entry is None else entry.seal for entry in leased.entries]
+                    self._failures = 0
+            except ucx.LateError as error:  # the slots are in quarantine, and so is the lease: it ends with its time
+                self._failed()
+                with self._lock:
+                    self._late.append((error, batch))
+                continue
+            except PeerError:
+                self._failed()
+            for work, seal in zip(batch, seals, strict=True):
+                self._send(m.Result(work.ticket, seal is not None, seal or 0))
+            self._give_back(peer, leased)
 
-    def _read(self, peer: Peer, batch: list[m.Work], seals: list[int], good: list[bool]) -> None:
+    def _read(self, peer: Peer, leased: m.Leased, batch: list[m.Work]) -> None:
+        """Have the leased blocks in their slots."""
+        pairs = [(entry.address, work.slot) for entry, work in zip(leased.entries, batch, strict=True) if entry is not None]
+        if peer.remote is None:
+            peer.read(leased.lease, [self._slot(slot) for _, slot in pairs])
+        elif pairs:
+            peer.remote.read(pairs, self._start.block_bytes, self._start.deadline_s)
+
+    def _give_back(self, peer: Peer | None, leased: m.Leased | None) -> None:
+        """End a lease that no stream ends."""
+        if peer is None or leased is None or peer.remote is None:
+            return
         try:
-            leased = peer.lease([work.key for work in batch])
-            found = [i for i, entry in enumerate(leased.entries) if entry is not None]
-            peer.read(leased.lease, [self._slot(batch[i].slot) for i in found])
-            self._failures = 0
+            peer.release(leased.lease)
         except PeerError:
             self._failed()
-            return
-        for i in found:
-            entry = leased.entries[i]
-            seals[i], good[i] = (entry.seal, True) if entry is not None else (0, False)
+
+    def _end_late_on(self) -> None:
+        """Say that late transfers have ended, when they have."""
+        while True:
+            time.sleep(_LATE_S)
+            with self._lock:
+                ended = [late for late in self._late if late[0].has_ended()]
+                self._late = [late for late in self._late if late not in ended]
+            for _, batch in ended:
+                for work in batch:
+                    self._send(m.Result(work.ticket, False))
 
     def _write_on(self) -> None:
         while True:

@@ -33,7 +33,7 @@ class Challenge(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Join(msgspec.Struct, array_like=True, frozen=True):
-    """`proof` shows that the member has the key. `transports`: what it can read with, the best first; `metadata` is that of the first."""
+    """`proof` shows that the member has the key. `transports`: what it can read with, the best first."""
 
     hello_nonce: bytes
     nonce: bytes
@@ -41,11 +41,10 @@ class Join(msgspec.Struct, array_like=True, frozen=True):
     identity: bytes
     block_bytes: int
     transports: list[str]
-    metadata: bytes = b""
 
 
 class Joined(msgspec.Struct, array_like=True, frozen=True):
-    """What a member may do. `window_bytes` may be leased at a time, for `lease_s` each."""
+    """What a member may do. `window_bytes` may be leased at a time, for `lease_s` each; `metadata` is what `transport` has to know."""
 
     member: int
     incarnation: bytes
@@ -101,11 +100,10 @@ class Give(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Put(msgspec.Struct, array_like=True, frozen=True):
-    """Keep a block, whose bytes follow, or are to be read from `address` in the member's memory."""
+    """Keep a block, whose bytes follow."""
 
     key: bytes
     seal: int
-    address: int = -1
 
 
 class Kept(msgspec.Struct, array_like=True, frozen=True):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import grpc
 import msgspec
@@ -34,9 +34,14 @@ MAX_MEMBERS: Final = 256
 MAX_MESSAGE: Final = 128 << 20
 CHUNK: Final = 1 << 20
 """Bytes of a block in one message of a stream."""
-TRANSPORTS: Final = ("grpc",)
-
 M = TypeVar("M")
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """Memory that members may read without the store taking part. `metadata` says how."""
+
+    metadata: bytes
 
 
 @dataclass
@@ -57,6 +62,7 @@ class Node:
         secret: Shared with members; may be empty with `tls`.
         tls: Mutual TLS.
         threads: Calls served at a time.
+        readable: Lets members read the memory of `blocks` by themselves; None: blocks travel by gRPC alone.
 
     Attributes:
         address: Where it listens, once started.
@@ -65,10 +71,20 @@ class Node:
         ConfigError: Nobody could be told from anybody, or the address cannot be listened at.
     """
 
-    def __init__(self, bind: str, blocks: Blocks, secret: bytes, *, tls: Tls | None = None, threads: int = 32) -> None:
+    def __init__(
+        self,
+        bind: str,
+        blocks: Blocks,
+        secret: bytes,
+        *,
+        tls: Tls | None = None,
+        threads: int = 32,
+        readable: Readable | None = None,
+    ) -> None:
         if not secret and tls is None:
             raise ConfigError("a KV store wants --key-file or --tls-cert, --tls-key and --tls-ca: it serves nobody it cannot tell")
-        self.blocks = blocks
+        self.blocks, self._readable = blocks, readable
+        self.transports = ("ucx", "grpc") if readable is not None else ("grpc",)
         self.incarnation = os.urandom(8)
         self._secret, self._nonces = secret, auth.Nonces()
         self._members: dict[int, _Member] = {}
@@ -168,9 +184,9 @@ class Node:
         self._nonces.check(ask.nonce, ask.hello_nonce)
         wanted = auth.proof(self._secret, "member", ask.hello_nonce, ask.nonce, ask.identity)
         auth.expect(ask.proof, wanted, "a member that wants to join")
-        transport = next((t for t in ask.transports if t in TRANSPORTS), None)
+        transport = next((t for t in ask.transports if t in self.transports), None)
         if transport is None:
-            raise auth.Refused(f"the store moves blocks by {', '.join(TRANSPORTS)}, the member by {', '.join(ask.transports)}")
+            raise auth.Refused(f"the store moves blocks by {', '.join(self.transports)}, the member by {', '.join(ask.transports)}")
         if not 0 < ask.block_bytes <= self.blocks.segment_bytes:
             raise auth.Refused(
                 f"blocks of {ask.block_bytes} bytes are larger than the store's segments of {self.blocks.segment_bytes}; give it more --memory"
@@ -182,7 +198,8 @@ class Node:
             if len(self._members) >= MAX_MEMBERS:
                 raise auth.Refused(f"the store has {MAX_MEMBERS} members already")
             self._members[number] = _Member(session, ask.identity, ask.block_bytes, transport, time.monotonic())
-        return m.Joined(number, self.incarnation, self.blocks.member_bytes, self.blocks.lease_s, transport)
+        metadata = self._readable.metadata if self._readable is not None and transport != "grpc" else b""
+        return m.Joined(number, self.incarnation, self.blocks.member_bytes, self.blocks.lease_s, transport, metadata)
 
     def _forget_silent(self) -> None:
         now_s = time.monotonic()

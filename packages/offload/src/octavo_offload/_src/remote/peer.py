@@ -42,6 +42,10 @@ class Peer:
     Args:
         start: Which, and as whom.
 
+    Attributes:
+        told: How blocks are read, in words.
+        remote: Reads the store's memory (`ucx.Remote`); None: blocks are asked for by `read`.
+
     Raises:
         PeerError: It cannot be joined.
     """
@@ -50,6 +54,8 @@ class Peer:
         self._start, self._deadline_s = start, start.deadline_s
         self._channel = self._open(start)
         self._calls: dict[str, Any] = {}
+        self.told = ""
+        self.remote: Any = None
         try:
             self.joined, self._session = self._join(start)
         except BaseException:
@@ -138,6 +144,8 @@ class Peer:
     def close(self) -> None:
         """Drop the connection; calls that run fail."""
         self._channel.close()
+        if self.remote is not None:
+            self.remote.close()
 
 
 def _fill(stream: Any, into: Sequence[memoryview]) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import threading
 
 from octavo_core.errors import ConfigError
+from octavo_offload._src.remote import ucx
 from octavo_offload._src.remote.auth import read_key
 from octavo_offload._src.remote.blocks import Blocks
 from octavo_offload._src.remote.node import Node
-from octavo_offload._src.remote.tls import read_tls
+from octavo_offload._src.remote.tls import Tls, read_tls
 from octavo_offload._src.sizes import parse_size
 
 
@@ -32,13 +34,15 @@ def run(options: argparse.Namespace) -> int:
         blocks = Blocks(memory, window_bytes=window, member_bytes=parse_size(options.member_window, "--member-window"), lock=True)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--memory {options.memory} cannot be had: {error}") from None
-    node = Node(options.bind, blocks, secret, tls=read_tls(options.tls_cert, options.tls_key, options.tls_ca))
+    tls = read_tls(options.tls_cert, options.tls_key, options.tls_ca)
+    readable = _readable(blocks, options.transport, tls)
+    node = Node(options.bind, blocks, secret, tls=tls, readable=readable)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     node.start()
     print(
-        f"KV store at {node.address}, {blocks.total_bytes / 2**20:.0f} MiB ({blocks.slab.told}), blocks by grpc, "
+        f"KV store at {node.address}, {blocks.total_bytes / 2**20:.0f} MiB ({blocks.slab.told}), blocks by {ucx.told() if readable else 'grpc'}, "
         f"incarnation {node.incarnation.hex()}",
         flush=True,
     )
@@ -49,4 +53,17 @@ def run(options: argparse.Namespace) -> int:
         f"KV store ends: {count.stored} blocks stored, {count.hits} leased, {count.evicted} evicted, {count.corrupt} corrupt",
         flush=True,
     )
+    if readable is not None:  # UCX was seen to fault at an interpreter's exit
+        os._exit(0)
     return 0
+
+
+def _readable(blocks: Blocks, transport: str, tls: Tls | None) -> ucx.ReadableMemory | None:
+    if transport == "grpc":
+        return None
+    if tls is not None:
+        raise ConfigError("--transport ucx sends blocks in clear text, which --tls-cert is against; leave one of them out")
+    try:
+        return ucx.ReadableMemory(blocks.slab.whole)
+    except OSError as error:
+        raise ConfigError(f"--transport ucx does not work here: {error}; --transport grpc needs nothing") from None

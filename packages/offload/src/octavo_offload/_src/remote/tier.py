@@ -25,6 +25,7 @@ import numpy as np
 
 from octavo_core.errors import ConfigError
 from octavo_core.tiers import Answer, Capacity, Done
+from octavo_offload._src import nixl
 from octavo_offload._src.checksum import checksum
 from octavo_offload._src.counters import Counters
 from octavo_offload._src.remote import messages as m
@@ -64,6 +65,7 @@ class RemoteTier:
         self.count = Counters()
         self.state, self.told = "off", "not joined yet"
         self._config, self._identity, self._max_pending = config, identity, max_pending
+        self._transports = ["ucx", "grpc"] if config.tls is None and nixl.name() else ["grpc"]  # UCX does not encrypt
         self._lock = threading.Lock()
         self._slab = SharedSlab(2 * max(2, config.window_bytes // max(block_bytes, 1)), block_bytes)
         half = self._slab.num_slots // 2
@@ -97,7 +99,7 @@ class RemoteTier:
         pipe = Pipe(ours.detach(), m.FromAgent)
         config = self._config
         start = m.Start(
-            config.target, self._identity, self.block_bytes, self._slab.slot_bytes, self._slab.num_slots, ["grpc"],
+            config.target, self._identity, self.block_bytes, self._slab.slot_bytes, self._slab.num_slots, self._transports,
             config.deadline_s, config.secret, config.tls, config.tls_name,
         )  # fmt: skip
         pipe.send(start)
