@@ -81,7 +81,7 @@ def record(folder: Path, workload: Workload, seed: int) -> None:
     try:
         planner = engine._built.core.planner
         settings = {
-            "scheduler": dataclasses.asdict(planner._scheduler.config),  # type: ignore[attr-defined]
+            "scheduler": dataclasses.asdict(planner.scheduler.config),  # type: ignore[attr-defined]
             "blocks": planner.spec.num_blocks[0],
             "block_size": planner.spec.block_size,
             "waiting": planner.spec.max_sequences - planner.max_rows,

@@ -1,6 +1,7 @@
-"""The engine core as a process of its own: streams, faults of every kind, restarts, the flight recorder."""
+"""The engine core as a process of its own: streams, faults of every kind, restarts."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.testing.step_core import CRASH, EXIT, MEMORY, NUM_TOKENS, STUCK
 from octavo_core.wire import EngineRequest, FinishReason, SamplingParams
 from octavo_engine.config import EngineConfig
-from octavo_engine.process import ProcessConfig, RemoteEngine, Supervisor, read_flight
+from octavo_engine.process import ProcessConfig, RemoteEngine, Supervisor
 
 TOY = "octavo_core.testing.step_core:build"
 NOTICED_S = 5.0
@@ -200,6 +201,26 @@ def test_a_core_that_dies_again_and_again_is_started_after_longer_and_longer_pau
     run(body, tmp_path)
 
 
+def test_a_system_that_has_no_room_for_another_process_is_asked_again(tmp_path, monkeypatch) -> None:
+    async def body(supervisor, engine):
+        real, refused = subprocess.Popen, []
+
+        def popen(*args, **kwargs):
+            if len(refused) < 2:
+                refused.append(args)
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(subprocess, "Popen", popen)
+        os.kill(supervisor.core_pid, signal.SIGKILL)
+        await until(lambda: len(refused) == 2)
+        assert not engine.stats().is_ready
+        await asyncio.wait_for(engine.ready(), PATIENCE_S)
+        assert await tokens(engine, request("after", 1, 3)) == [2, 3, 4]
+
+    run(body, tmp_path)
+
+
 def test_a_full_queue_is_no_illness(tmp_path) -> None:
     async def body(supervisor, engine):
         old = supervisor.core_pid
@@ -326,18 +347,3 @@ def test_a_core_ends_with_its_supervisor(tmp_path) -> None:
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end
         time.sleep(0.02)
-
-
-def test_the_flight_recorder_keeps_the_newest_thousand_steps_and_leaves_out_half_a_slot(tmp_path) -> None:
-    from octavo_engine._src.process.flight import NUM_SLOTS, SLOT_BYTES, FlightRecorder
-
-    fields = dict.fromkeys(StepRecord.__struct_fields__, 0) | {"preempted": "r" * 300}
-    recorder = FlightRecorder(tmp_path / "flight")
-    for step in range(2500):
-        recorder.step(StepRecord(**fields | {"step": step}))
-    assert [record.step for record in read_flight(tmp_path / "flight")] == list(range(1500, 2500))
-    data = bytearray((tmp_path / "flight").read_bytes())
-    data[7 * SLOT_BYTES + 40] = 0
-    (tmp_path / "flight").write_bytes(data)
-    assert len(read_flight(tmp_path / "flight")) == NUM_SLOTS - 1
-    assert read_flight(tmp_path / "none") == []

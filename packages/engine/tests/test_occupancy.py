@@ -38,7 +38,7 @@ def test_sequences_count_from_their_first_step_until_they_leave_or_give_way():
 def make_blocks_held(core):
     """A function that counts the blocks of each sequence, by asking the cache to grow nobody."""
     planner, spec = core.planner, core.planner.spec
-    grow = jax.jit(planner._scheduler.cache.grow)
+    grow = jax.jit(planner.scheduler.cache.grow)
     need, rank = jnp.zeros((spec.max_sequences, spec.groups), jnp.int32), jnp.arange(spec.max_sequences, dtype=jnp.int32)
     return lambda: np.sum(np.asarray(grow(planner.state[1], need, rank)[1])[0] > 0, axis=1)
 

@@ -4,11 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+
+
+class Arrived(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence handed to the scheduler: fields of `octavo_core.plan.Arrivals` without its tokens."""
+
+    sequence: int
+    prompt_len: int
+    limit_len: int
+    tenant: int
+    priority: int
+    deadline: int
+    order: int
+    use_prefix: bool
+
+
+class PlanCall(msgspec.Struct, frozen=True, array_like=True):
+    """What a scheduler was told before it planned.
+
+    Attributes:
+        number: Of the call, from 0.
+        room: Blocks free or evictable then.
+        arrived: Newcomers; None: `arrive` was not called.
+        accepted, finished: Of `octavo_core.plan.StepResult`, a bit for each sequence.
+        step_s, num_decodes, num_prefill_tokens: Of the same.
+    """
+
+    number: int
+    room: int
+    arrived: list[Arrived] | None
+    accepted: bytes
+    finished: bytes
+    step_s: float
+    num_decodes: int
+    num_prefill_tokens: int
+
+
+class Keyframe(msgspec.Struct, frozen=True, kw_only=True):
+    """A scheduler as it stood before a call, without anybody's tokens.
+
+    Attributes:
+        call: Number of the call.
+        config: The scheduler's settings.
+        num_blocks, block_size, max_sequences, max_arrivals: Sizes around it.
+        state: Bytes of each array of its state, by name.
+    """
+
+    call: int
+    config: dict[str, Any]
+    num_blocks: int
+    block_size: int
+    max_sequences: int
+    max_arrivals: int
+    state: dict[str, bytes]
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +82,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         num_running, num_waiting, num_free_blocks: After planning.
         preempted: Request id of the sequence that gave up its blocks, or None.
         prefill_pairs: For each prompt token of the step, the tokens it sees, itself included: what attention of prompts costs.
+        calls: What the scheduler was told since the step before, the last time for this one (flight recorder).
+        found: Index and length of what the cache found for sequences that were let in (flight recorder).
+        keyframe: Of one of the calls (flight recorder).
     """
 
     step: int
@@ -48,6 +104,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_free_blocks: int
     preempted: str | None = None
     prefill_pairs: int = 0
+    calls: list[PlanCall] | msgspec.UnsetType = msgspec.UNSET
+    found: list[tuple[int, int]] | msgspec.UnsetType = msgspec.UNSET
+    keyframe: Keyframe | msgspec.UnsetType = msgspec.UNSET
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):

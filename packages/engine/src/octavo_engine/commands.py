@@ -80,7 +80,7 @@ class Simulate:
         from octavo_engine._src.simulate_command import DEFAULT_COST
         from octavo_scheduler import SchedulerConfig
 
-        parser.usage = "octavo simulate TRACE | fit STEP-LOG | replay STEP-LOG --requests REQUEST-LOG | cluster TRACE  [options]"
+        parser.usage = "octavo simulate TRACE | fit STEP-LOG | replay STEP-LOG --requests REQUEST-LOG | replay FLIGHT-RECORD | cluster TRACE  [options]"
         parser.add_argument(
             "what", nargs="+", help="a trace (Mooncake JSONL, Azure CSV, a request log); or fit, replay or cluster, and a file"
         )

@@ -1,6 +1,6 @@
 """An engine core as a process: `python -m octavo_engine.main`, started by a supervisor with a `CoreSpec` as one line on standard input.
 
-The process ends when its standard input does: that is how it learns that its supervisor is gone.
+The process ends with its supervisor, whatever it is doing then (`orphan`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import pkgutil
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import setproctitle
@@ -20,6 +19,7 @@ from octavo_engine._src.process import messages
 from octavo_engine._src.process.flight import FlightRecorder
 from octavo_engine._src.process.hub import Hub
 from octavo_engine._src.process.loop import BuiltCore, CoreLoop, Reporter
+from octavo_engine._src.process.orphan import end_with_the_parent
 from octavo_engine._src.process.transport import open_transport
 
 TITLE = "octavo-engine-core"
@@ -33,7 +33,7 @@ def main() -> int:
     logging.getLogger("jax").setLevel(logging.WARNING)
     setproctitle.setproctitle(TITLE)
     spec = messages.decode_json(sys.stdin.buffer.readline(), messages.CoreSpec)
-    threading.Thread(target=_end_with_the_supervisor, name="octavo-orphan", daemon=True).start()
+    end_with_the_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     reporter = Reporter(spec)
@@ -77,12 +77,6 @@ def _audit(built: BuiltCore) -> None:
         logger.error("audit: %s", problem)
     if not problems:
         logger.info("the books of the cache are in order")
-
-
-def _end_with_the_supervisor() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from octavo_engine._src.process.config import ProcessConfig
 from octavo_engine._src.process.flight import read as read_flight
+from octavo_engine._src.process.orphan import end_with_the_parent
 from octavo_engine._src.process.remote import RemoteEngine
 from octavo_engine._src.process.supervisor import DEFAULT_CORE, Supervisor
 
-__all__ = ["DEFAULT_CORE", "ProcessConfig", "RemoteEngine", "Supervisor", "read_flight"]
+__all__ = ["DEFAULT_CORE", "ProcessConfig", "RemoteEngine", "Supervisor", "end_with_the_parent", "read_flight"]

@@ -14,12 +14,14 @@ from octavo_scheduler._src.sim_metrics import Limits, Outcome, pareto, window_ra
 from octavo_scheduler._src.sim_plot import write_png
 from octavo_scheduler._src.sim_replay import Replay, compare, recorded_tpot_s
 from octavo_scheduler._src.sim_report import charts, label_text, svg, write_csv, write_html, write_json
+from octavo_scheduler._src.sim_rerun import COMPARED, Difference, Rerun, has_calls, rerun
 from octavo_scheduler._src.sim_state import TICK_S, Books, Requests, StepLine, World, requests_of
 from octavo_scheduler._src.sim_sweep import Setup, names, parse_sweep, simulate, sweep
 from octavo_scheduler._src.sim_trace import Trace, make_trace, read_trace
 from octavo_scheduler._src.sim_turn import HostRules
 
 __all__ = [
+    "COMPARED",
     "ROUTES",
     "TICK_S",
     "Books",
@@ -28,12 +30,14 @@ __all__ = [
     "ClusterSpec",
     "CostModel",
     "CountingCache",
+    "Difference",
     "Fit",
     "HostRules",
     "Limits",
     "Outcome",
     "Replay",
     "Requests",
+    "Rerun",
     "Setup",
     "Simulator",
     "Steady",
@@ -45,6 +49,7 @@ __all__ = [
     "charts",
     "compare",
     "fit",
+    "has_calls",
     "label_text",
     "make_trace",
     "names",
@@ -53,6 +58,7 @@ __all__ = [
     "read_trace",
     "recorded_tpot_s",
     "requests_of",
+    "rerun",
     "simulate",
     "size_of",
     "svg",

@@ -1,6 +1,6 @@
 """A frontend as a process: `python -m octavo_server.frontend`, started by `octavo serve` with a `FrontendSpec` on standard input.
 
-Holds no weights and no jax: HTTP, text, and the way to the engine core. Ends when its standard input does.
+Holds no weights and no jax: HTTP, text, and the way to the engine core. Ends with its parent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 import sys
-import threading
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +20,7 @@ import setproctitle
 
 from octavo_core.config import from_mapping
 from octavo_core.errors import OctavoError
-from octavo_engine.process import RemoteEngine
+from octavo_engine.process import RemoteEngine, end_with_the_parent
 from octavo_server._src.config import ServerConfig
 from octavo_server._src.http_server import HttpServer, own_signals
 from octavo_server._src.keys import Keys
@@ -43,7 +42,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     sys.setswitchinterval(_SWITCH_S)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text is tokenised in one thread in any case
-    threading.Thread(target=_end_with_the_parent, name="octavo-orphan", daemon=True).start()
+    end_with_the_parent()
     config = from_mapping(ServerConfig, spec.config)
     sockets = [socket.socket(fileno=fd) for fd in spec.sockets]
     try:
@@ -77,12 +76,6 @@ async def _serve(spec: FrontendSpec, config: ServerConfig, sockets: list[socket.
         await HttpServer(config, state).run(sockets, bring_up)
     finally:
         await engine.aclose()
-
-
-def _end_with_the_parent() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ raises, `MEMORY` runs out of memory, `EXIT` ends the process.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from typing import Any, Final
@@ -148,6 +149,10 @@ class BuiltCountingCore:
         """Nothing is held."""
 
 
+def _has(root: str | None, name: str) -> bool:
+    return bool(root) and os.path.exists(os.path.join(str(root), name))
+
+
 def build(config: dict[str, Any], recorder: Any) -> BuiltCountingCore:
     """Build the core of an engine's configuration.
 
@@ -156,10 +161,13 @@ def build(config: dict[str, Any], recorder: Any) -> BuiltCountingCore:
         recorder: The flight recorder.
 
     Raises:
-        CheckpointError: `model` is "broken".
+        CheckpointError: `model` is "broken", or a folder where there is something of that name. A folder with "killed" is as bad as one
+            that memory does not hold.
     """
-    if config["model"] == "broken":
+    if config["model"] == "broken" or _has(config["model"], "broken"):
         raise CheckpointError("the checkpoint is damaged")
+    if _has(config["model"], "killed"):
+        os.kill(os.getpid(), signal.SIGKILL)
     context = config["max_model_len"] or CONTEXT
     core = CountingCore(recorder, config["seed"] / 1000, config["max_num_queued_reqs"], context)
     return BuiltCountingCore(core, config["model"] or "", context)

@@ -39,6 +39,7 @@ from octavo_engine._src.planner import Planner
 from octavo_engine._src.plug import build_prefix_cache, find_prefix_cache
 from octavo_engine._src.process.flight import FlightRecorder
 from octavo_engine._src.programs import Programs, kept_programs
+from octavo_engine._src.recording import Recording
 from octavo_engine._src.runner import ModelRunner
 from octavo_engine._src.steps import Steps, compile_steps, num_programs
 from octavo_engine._src.validate import MAX_BIAS, MAX_STOP
@@ -239,13 +240,22 @@ def _build_joined(config: EngineConfig, logs: Logs, kv_events: KVEvents | None, 
         kv_events.begin(groups, spec.block_size)
         table.append(("KV events", *kv_events.told))
     offload = build_tiers(config, checkpoint, loaded, attention, runner, planner, cache, table)
-    core = EngineCore(config, card, planner, runner, template, logs, kv_events, overlap=overlap, offload=offload)
+    recording = _recording(planner, logs.recorder)
+    core = EngineCore(
+        config, card, planner, runner, template, logs, kv_events, overlap=overlap, offload=offload, recording=recording
+    )
     if on_cpu:
         table.append(("memory pages", *huge_pages.begin((programs.params, runner.kv))))
     table.append(("start", f"{time.monotonic() - started_s:.1f} s", "from nothing to ready"))
     host.return_freed_memory()
     compiles.arm()
     return Built(core, card, checkpoint, compiles, table, logs, kv_events, config.prefix_cache is None, leader)
+
+
+def _recording(planner: Planner, recorder: FlightRecorder | None) -> Recording | None:
+    """What makes a flight record repeatable; of a scheduler of somebody else's nothing is known."""
+    scheduler = planner.scheduler
+    return Recording(planner, scheduler.config, recorder) if recorder is not None and type(scheduler) is ChunkedScheduler else None
 
 
 def _programs(

@@ -17,10 +17,11 @@ from collections import Counter, deque
 from typing import Any, Literal
 
 import jax
+import msgspec
 import numpy as np
 
 from octavo_core.plan import Arrivals, StepPlan, StepResult
-from octavo_core.records import StepRecord
+from octavo_core.records import PlanCall, StepRecord
 from octavo_core.wire import EngineOutput, EngineRequest, EngineStats, FinishReason, ModelCard
 from octavo_engine._src.collect import PromptScores, token_scores
 from octavo_engine._src.intake import Queue, fill_arrivals, fill_sampling
@@ -29,6 +30,7 @@ from octavo_engine._src.logs import Logs, prefill_pairs
 from octavo_engine._src.occupancy import Occupancy
 from octavo_engine._src.offload import Offload
 from octavo_engine._src.planner import Planner
+from octavo_engine._src.recording import Recording
 from octavo_engine._src.runner import Dispatched, ModelRunner
 from octavo_engine._src.sequence import NO_DEADLINE, Sequence
 from octavo_engine._src.turns import Ahead, InFlight, Inline
@@ -60,6 +62,7 @@ class EngineCore:
         kv_events: Told what each step changed in the cache; None: nobody is.
         overlap: How planning hides behind computing, see `Overlap`.
         offload: Tiers of KV below the device; None: there are none.
+        recording: Told what the scheduler is told; None: nobody is.
     """
 
     def __init__(
@@ -74,8 +77,9 @@ class EngineCore:
         *,
         overlap: Overlap,
         offload: Offload | None = None,
+        recording: Recording | None = None,
     ) -> None:
-        self._overlap, self.offload = overlap, offload
+        self._overlap, self.offload, self._recording = overlap, offload, recording
         self._planning = concurrent.futures.ThreadPoolExecutor(1, "octavo-planner") if overlap == "beside" else Inline()
         self._ahead: Ahead | None = None
         self._ready_s = 0.0
@@ -93,6 +97,7 @@ class EngineCore:
         self._free_slots = deque(range(planner.spec.max_sequences))
         self._leaving: list[int] = []
         self._result = planner.empty_result()
+        self._calls: list[PlanCall] = []
         self._in_flight: deque[InFlight] = deque()
         self._waiting_in_plan = 0
         self._order = 0
@@ -239,6 +244,8 @@ class EngineCore:
         start_s, offload = time.monotonic(), self.offload
         if offload is not None:
             offload.load()
+        if self._recording is not None:
+            self._recording.told(arrivals, result)
         if arrivals is not None:
             self.planner.arrive(arrivals)
         if offload is not None:
@@ -250,6 +257,12 @@ class EngineCore:
 
     def _finish_plan(self, ahead: Ahead) -> tuple[StepPlan, float]:
         plan, plan_s = ahead.plan.result()
+        if self._recording is not None:
+            self._recording.planned(plan)
+            for slot in ahead.leaving:
+                self._recording.left(slot)
+            if int(plan.num_rows):
+                self._calls = self._recording.take()
         self._occupancy.follow(plan, ahead.leaving)
         if self._kv_events is not None:  # while the slots of those who leave still name them
             self._kv_events.take(plan.events, self._slots)
@@ -267,9 +280,11 @@ class EngineCore:
         num_rows = int(plan.num_rows)
         rows = [self._slots[slot] for slot in plan.sequence[:num_rows].tolist()]
         now_s = time.monotonic()
+        found = [] if self._recording is None else self._recording.found_again(plan)
         for i, sequence in enumerate(rows):
             if sequence is not None and sequence.started_s is None:
                 sequence.started_s = now_s
+                found.append((sequence.slot, int(plan.cached_len[i])))
                 self._note_first_step(sequence, int(plan.cached_len[i]))
                 if self.offload is not None and sequence.cached_len:
                     self.offload.reuse(sequence, np.asarray(plan.block_table[0, i]), sequence.cached_len)
@@ -277,7 +292,8 @@ class EngineCore:
         idle_s = max(0.0, time.monotonic() - self._ready_s) if self._ready_s else plan_s
         dispatched = self._runner.dispatch(plan)
         scores = self._score_prompts(dispatched, rows) if any(s is not None and s.wants_prompt_scores for s in rows) else []
-        self._in_flight.append(InFlight(self._count["steps"], dispatched, rows, scores, plan_s, idle_s, preempted))
+        told = (self._calls, found)
+        self._in_flight.append(InFlight(self._count["steps"], dispatched, rows, scores, plan_s, idle_s, preempted, told))
         self._count["steps"] += 1
 
     def _note_first_step(self, sequence: Sequence, cached_len: int) -> None:
@@ -288,6 +304,8 @@ class EngineCore:
 
     def _note_preemption(self, slot: int, lost_len: int) -> str | None:
         sequence = self._slots[slot] if slot >= 0 else None
+        if self._recording is not None and slot >= 0:
+            self._recording.preempted(slot)
         if sequence is None:
             return None
         sequence.preemptions += 1
@@ -401,6 +419,8 @@ class EngineCore:
                 num_free_blocks=int(plan.events.num_free[0]),
                 preempted=flight.preempted,
                 prefill_pairs=prefill_pairs(plan),
+                calls=flight.told[0] or msgspec.UNSET,
+                found=flight.told[1] or msgspec.UNSET,
             )
         )
 

@@ -31,7 +31,7 @@ class Logs:
     """
 
     def __init__(self, step_log: str | None, request_log: str | None, recorder: FlightRecorder | None = None) -> None:
-        self._recorder = recorder
+        self.recorder = recorder
         self._encoder = msgspec.json.Encoder()
         self._steps = _open("--step-log", step_log)
         self._requests = _open("--request-log", request_log)
@@ -39,13 +39,14 @@ class Logs:
     @property
     def wants_steps(self) -> bool:
         """Steps are logged."""
-        return self._steps is not None or self._recorder is not None
+        return self._steps is not None or self.recorder is not None
 
     def step(self, record: StepRecord) -> None:
         """Append a step."""
-        if self._recorder is not None:
-            self._recorder.step(record)
-        self._steps = self._append(self._steps, record)
+        if self.recorder is not None:
+            self.recorder.step(record)
+            record = msgspec.structs.replace(record, calls=msgspec.UNSET, found=msgspec.UNSET)
+        self._steps = self._steps and self._append(self._steps, record)
 
     def request(self, sequence: Sequence, origin_s: float, now_s: float) -> None:
         """Append a finished sequence; times count from `origin_s`."""

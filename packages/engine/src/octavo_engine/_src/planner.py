@@ -52,7 +52,7 @@ class Planner:
         self.max_rows = max_rows
         self.max_arrivals = max_arrivals
         self._cpu = jax.devices("cpu")[0]
-        self._scheduler: Any = scheduler
+        self.scheduler: Any = scheduler
         self.cache = cache
         self._kept = kept or Programs(None)
         state, plan = self._kept.recall("plan", self._shapes)
@@ -67,10 +67,10 @@ class Planner:
         """Shapes of the state and of a plan."""
         with jax.default_device(self._cpu):
             state = jax.eval_shape(self._fresh)
-            return state, jax.eval_shape(self._scheduler.step, *state, self.empty_result())[2]
+            return state, jax.eval_shape(self.scheduler.step, *state, self.empty_result())[2]
 
     def _fresh(self) -> tuple[Any, Any]:
-        return self._scheduler.init(), self.cache.init()
+        return self.scheduler.init(), self.cache.init()
 
     def reset(self) -> None:
         """Forget every sequence and every cached block."""
@@ -89,11 +89,11 @@ class Planner:
             )
 
     def _plan(self, packed: Any, result: jax.Array) -> tuple[Any, Any]:
-        state, cache, plan = self._scheduler.step(*self._states.unpack(*packed), self._results.unpack(result, []))
+        state, cache, plan = self.scheduler.step(*self._states.unpack(*packed), self._results.unpack(result, []))
         return self._states.pack((state, cache)), self._plans.pack(plan)
 
     def _take_in(self, packed: Any, arrivals: Arrivals) -> Any:
-        return self._states.pack(self._scheduler.arrive(*self._states.unpack(*packed), arrivals))
+        return self._states.pack(self.scheduler.arrive(*self._states.unpack(*packed), arrivals))
 
     def step(self, result: StepResult) -> StepPlan:
         """The next plan, as NumPy arrays."""
@@ -127,6 +127,13 @@ class Planner:
         """A copy of the scheduler's and the cache's state, for audits."""
         words, large = jax.tree.map(np.array, self._state)
         return self._states.unpack_host(words, large)  # type: ignore[no-any-return]
+
+    @property
+    def scheduler_fields(self) -> dict[str, np.ndarray]:
+        """The scheduler's state by name, without its tokens; views, valid until the next call."""
+        words, large = self._state
+        scheduler, _ = self._states.unpack_host(np.asarray(words), list(large))
+        return {name: np.asarray(value) for name, value in scheduler._asdict().items() if name != "tokens"}
 
     def restore(self, state: tuple[Any, Any]) -> None:
         """Go on from a state that was read before, of this planner or of one alike."""

@@ -220,9 +220,14 @@ def _steps(path: str) -> list[StepRecord]:
 
 
 def _replay(path: str, options: argparse.Namespace) -> int:
+    steps = _steps(path)
     if not options.requests:
-        raise ConfigError("a step log says what steps held, not who: give the same run's --request-log as --requests FILE")
-    steps, requests = _steps(path), _log(options.requests, RequestRecord)
+        if sim.has_calls(steps):
+            return _rerun(path, steps)
+        raise ConfigError(
+            "a step log says what steps held, not who: give the same run's --request-log as --requests FILE, or replay a flight record"
+        )
+    requests = _log(options.requests, RequestRecord)
     cost = _cost(options) if options.cost != DEFAULT_COST else sim.fit(steps).model
     trace = _trace(options.requests, options)
     outcome = sim.simulate(trace, _setup(options), cost, make_cache=None)
@@ -241,6 +246,23 @@ def _replay(path: str, options: argparse.Namespace) -> int:
     if options.step_log:
         _write_steps(options.step_log, [outcome])
     return 0
+
+
+def _rerun(path: str, steps: Sequence[StepRecord]) -> int:
+    """Plan the steps of a flight record again, and say whether they come out the same; 1 when they do not."""
+    found, console = sim.rerun(steps), _console()
+    first, last = found.steps[0], found.steps[-1]
+    console.print(
+        f"{path}: {len(steps)} steps recorded; {len(found.steps)} planned again, from step {first} to {last}, {found.tokens} tokens",
+        highlight=False,
+        markup=False,
+    )
+    for one in found.differences:
+        values = ", ".join(f"{name} was {was}, is {now}" for name, (was, now) in one.values.items())
+        console.print(f"step {one.step} differs: {values}", highlight=False, markup=False)
+    if not found.differences:
+        console.print("every step agrees: rows, tokens, contexts and preemptions", highlight=False)
+    return 1 if found.differences else 0
 
 
 def _cluster(path: str, options: argparse.Namespace) -> int:

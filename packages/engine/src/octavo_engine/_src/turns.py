@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo_core.plan import StepPlan
+from octavo_core.records import PlanCall
 from octavo_engine._src.collect import PromptScores
 from octavo_engine._src.runner import Dispatched
 from octavo_engine._src.sequence import Sequence
@@ -15,7 +16,10 @@ from octavo_engine._src.sequence import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class InFlight:
-    """A dispatched step and whose rows are in it; rows of sequences that end meanwhile are dropped."""
+    """A dispatched step and whose rows are in it; rows of sequences that end meanwhile are dropped.
+
+    `told`: what the scheduler was told for it, and what the cache found for whom, where that is recorded.
+    """
 
     step: int
     dispatched: Dispatched
@@ -24,6 +28,7 @@ class InFlight:
     plan_s: float
     host_s: float
     preempted: str | None
+    told: tuple[list[PlanCall], list[tuple[int, int]]] = ([], [])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -270,7 +270,7 @@ class Supervisor:
                     logger.error("the last %d steps of the engine core are in %s", count, target)
             except OSError as error:
                 logger.error("the last steps of the engine core could not be written to %s: %s", target, error)
-        source.unlink(missing_ok=True)
+        flight.remove(source)
 
     def _end(self, child: subprocess.Popen[bytes], *, gently: bool) -> None:
         if gently and child.poll() is None:
