@@ -123,3 +123,39 @@ x = jax.numpy.asarray(rng.normal(size=(16, config.hidden_size)), np.float32)
 np.testing.assert_allclose(divided.blocks[0].mlp(x), alone.blocks[0].mlp(x), atol=1e-5)
 """
     )
+
+
+@pytest.mark.slow
+def test_a_divided_model_with_tiers_says_what_it_says_without():
+    """Prompts that do not fit together, asked twice, and again by an engine that finds them on disk."""
+    python(
+        f"""
+import tempfile
+from octavo_core.wire import SamplingParams
+from octavo_engine import LLM
+greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+texts = [t.tolist() for t in np.random.default_rng(7).integers(3, 90, (5, 100))]
+options = dict(dtype="float32", skip_tokenizer_init=True, tensor_parallel_size=2, block_size=16, num_gpu_blocks_override=17,
+               max_num_seqs=2, max_num_batched_tokens=64, max_model_len=128, compilation_cache_dir=None)
+
+def ask(tiers=None, rounds=2):
+    llm = LLM({str(FIXTURES / "llama")!r}, **options, **({{"kv_offload": tiers}} if tiers else {{}}))
+    offload = llm.core.offload
+    if offload is not None:
+        offload.token_s, offload.learns = 10.0, False
+    said = [[out.token_ids for t in texts for out in llm.generate([t], greedy)] for _ in range(rounds)]
+    counts = [] if offload is None else [(s.name, s.hits, s.corrupt) for s in offload.stats()]
+    llm.close()
+    return said, counts
+
+plain, _ = ask(rounds=1)
+with tempfile.TemporaryDirectory() as folder:
+    tiers = f"host=4M,disk={{folder}}:16M"
+    said, counts = ask(tiers)
+    assert said == plain * 2, (said, plain)
+    assert counts[0][1] > 0 and not any(corrupt for _, _, corrupt in counts), counts
+    said, counts = ask(tiers, rounds=1)
+    assert said == plain, (said, plain)
+    assert counts[1][0] == "disk" and counts[1][1] >= 6 and not counts[1][2], counts
+"""
+    )

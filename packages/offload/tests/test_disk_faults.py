@@ -5,12 +5,14 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from octavo_core.testing import tiers as suite
 from octavo_core.tiers import Answer
+from octavo_offload import ThreadFiles
 
 HIT, MISS = Answer.HIT_VERIFIED, Answer.MISS
 SLOT = 3 * 4096
@@ -105,6 +107,27 @@ def test_a_half_written_slot_is_a_miss(make_disk, faulty, tmp_path):
     assert suite.get(tier, [1]) == (MISS,)
     tier = reopened(make_disk, tier)
     assert suite.get(tier, [1]) == (MISS,)
+
+
+def test_a_block_that_is_being_written_slowly_is_missed_until_it_is_whole(make_disk, tmp_path):
+    """As in LMCache#207, where the second request read what the first was still writing."""
+    go, begun = threading.Event(), threading.Event()
+
+    class Slow(ThreadFiles):
+        def write(self, fd, data, offset):
+            super().write(fd, [data[0]], offset)  # the header is there, the block is not
+            begun.set()
+            assert go.wait(600.0)
+            super().write(fd, data, offset)
+
+    tier = make_disk(files=Slow(tmp_path))
+    ticket = tier.put([suite.key_of(1)], [memoryview(suite.block_of(1))])
+    assert begun.wait(600.0)
+    assert suite.get(tier, [1]) == (MISS,)
+    assert tier.find([suite.key_of(1)]) == 0
+    go.set()
+    assert suite.wait_for(tier, [ticket])[ticket] == (HIT,)
+    assert suite.get(tier, [1]) == (HIT,)
 
 
 @pytest.mark.parametrize("fault", ["ENOSPC", "EIO", "EROFS", "short"])

@@ -46,11 +46,11 @@ def over_tcp():
 
 
 STORE = """
-import sys
+import sys, time
 from octavo_offload.node import Blocks, Node
 from octavo_offload._src.remote.ucx import ReadableMemory
 blocks = Blocks(1 << 20)
-node = Node(sys.argv[1], blocks, b"k" * 32, readable=ReadableMemory(blocks.slab.whole) if sys.argv[2] == "ucx" else None)
+node = Node(sys.argv[1], blocks, b"k" * 32, readable=ReadableMemory(blocks.slab.whole, blocks.is_leased) if sys.argv[2] == "ucx" else None)
 node.start()
 print(node.address, flush=True)
 def flip(key):
@@ -217,6 +217,14 @@ def test_a_read_that_is_late_is_a_miss_and_its_slot_is_left_alone_until_it_has_e
         until(lambda: tier.num_quarantined == 0, "a late read ends")
         until(lambda: tier.state == "on" and tier.find([suite.key_of(1)]), "the store is joined again, or still is")
         assert suite.get(tier, [1]) == (HIT,)
+
+
+@needs_nixl
+def test_a_store_that_nobody_reads_sleeps(node):
+    """NIXL's own progress thread would take a core."""
+    start, begin = time.monotonic(), float(node.ask("time.process_time()"))
+    time.sleep(2.0)
+    assert float(node.ask("time.process_time()")) - begin < 0.3 * (time.monotonic() - start)
 
 
 # The command, and what is refused -----------------------------------------------------------------------------------------

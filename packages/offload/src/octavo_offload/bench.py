@@ -1,18 +1,25 @@
 """How fast blocks move: `python -m octavo_offload.bench [--json FILE] [--quick] [--folder PATH]`.
 
 Each tier is timed beside what it stands on, in the same run and in turn: host memory beside `memcpy`, the disk beside the same reads and
-writes without headers, checksums and books, a store over loopback beside a bare socket. `tier_<name>_<way>_fraction` is the one over the other. Blocks are 1 MiB.
+writes without headers, checksums and books (NIXL's where the tier has chosen it), a store over loopback beside a bare socket, and where NIXL is installed
+one read one-sidedly (`remote_ucx`) beside NIXL's own reads. `tier_<name>_<way>_fraction` is the one over the other, `tier_<name>_fraction` the worse of
+both ways. `disk_threads_*` is a bare loop of `preadv` and `pwritev` in threads around the page cache, `disk_fio_*` what fio says where it is installed.
+Blocks are 1 MiB.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import shutil
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -21,17 +28,14 @@ import numpy as np
 
 from octavo_core.bench import Report, time_call
 from octavo_core.tiers import Answer, Tier
-from octavo_offload import DiskTier, HostTier, Jobs, RemoteConfig, RemoteTier, ThreadFiles, checksum
+from octavo_offload import DiskTier, Files, HostTier, Jobs, RemoteConfig, RemoteTier, ThreadFiles, checksum
+from octavo_offload._src import nixl
+from octavo_offload._src.nixl_files import choose_files
 from octavo_offload._src.setup import COPY_THREADS, DISK_THREADS
 from octavo_offload._src.slab import Slab
 
 BLOCK_BYTES: Final = 1 << 20
-GOALS: Final = {
-    "tier_host_write_fraction": 0.8,
-    "tier_host_read_fraction": 0.8,
-    "tier_disk_write_fraction": 0.8,
-    "tier_disk_read_fraction": 0.8,
-}
+GOALS: Final = {f"tier_{name}_fraction": 0.8 for name in ("host", "disk", "remote_ucx")}
 
 
 def _seconds(run: Callable[[], None]) -> float:
@@ -85,7 +89,9 @@ class _Blocks:
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _measure(report: Report, name: str, tier: Tier, blocks: _Blocks, raw: Sequence[Callable[[], None]], rounds: int) -> None:
+def _measure(
+    report: Report, name: str, tier: Tier, blocks: _Blocks, raw: Sequence[Callable[[], None]], rounds: int, told: str = ""
+) -> None:
     def write() -> None:
         _wait(tier, tier.put(blocks.new_keys(), blocks.source))
 
@@ -98,6 +104,8 @@ def _measure(report: Report, name: str, tier: Tier, blocks: _Blocks, raw: Sequen
     for way, seconds, below_s in (("write", write_s, raw_write_s), ("read", read_s, raw_read_s)):
         report.add(f"tier_{name}_{way}", size / seconds, "GB/s", rounds, f"below it {size / below_s:.2f}")
         report.add(f"tier_{name}_{way}_fraction", below_s / seconds, "x", rounds, "of the speed below it")
+    worse = min(raw_write_s / write_s, raw_read_s / read_s)
+    report.add(f"tier_{name}_fraction", worse, "x", rounds, f"the worse of both ways; {told}" if told else "the worse of both ways")
 
 
 def run(report: Report, folder: Path, *, quick: bool) -> None:
@@ -114,7 +122,11 @@ def run(report: Report, folder: Path, *, quick: bool) -> None:
     report.add("checksum", BLOCK_BYTES / timing.median_us / 1e3, "GB/s", timing.n, "one thread, in cache")
     jobs.close()
     _measure_remote(report, _Blocks(16), rounds)
+    if nixl.name() and not quick:
+        _measure_ucx(report, _Blocks(16), rounds)
     _measure_disk(report, folder, blocks, rounds)
+    if shutil.which("fio") and not quick:
+        _measure_fio(report, folder)
 
 
 def _measure_remote(report: Report, blocks: _Blocks, rounds: int) -> None:
@@ -147,25 +159,132 @@ def _measure_remote(report: Report, blocks: _Blocks, rounds: int) -> None:
     node.stop(0.0)
 
 
+_UCX_STORE: Final = """
+import sys
+from octavo_offload.node import Blocks, Node
+from octavo_offload._src.remote.ucx import ReadableMemory
+blocks = Blocks(int(sys.argv[1]))
+node = Node("127.0.0.1:0", blocks, b"bench" * 8, readable=ReadableMemory(blocks.slab.whole, blocks.is_leased))
+node.start()
+print(node.address, flush=True)
+sys.stdin.read()
+"""
+_UCX_RAW: Final = """
+import os, sys, time
+from octavo_offload._src.remote import messages as m, ucx
+from octavo_offload._src.remote.peer import Peer
+from octavo_offload._src.remote.shared import SharedSlab
+count, size = int(sys.argv[2]), int(sys.argv[3])
+start = m.Start(sys.argv[1], bytes(32), size, size, count, ["ucx"], 60.0, b"bench" * 8)
+peer = Peer(start)
+remote = ucx.Reader(SharedSlab(count, size)).join(peer.joined.metadata)
+for line in sys.stdin:
+    begin = time.perf_counter()
+    remote.read([(i * size, i) for i in range(count)], size, 60.0)
+    print(time.perf_counter() - begin, flush=True)
+os._exit(0)
+"""
+
+
+def _measure_ucx(report: Report, blocks: _Blocks, rounds: int) -> None:
+    """A store and an agent in processes of their own, over what UCX chooses, beside the same reads by NIXL without lease, pipe, copy and checksum."""
+    with _child(_UCX_STORE, str(8 * blocks.count * BLOCK_BYTES)) as store:
+        address = _line(store)
+        config = RemoteConfig(
+            target=address, secret=b"bench" * 8, window_bytes=blocks.count * BLOCK_BYTES, deadline_s=60.0, join_s=60.0
+        )
+        tier = RemoteTier(config, BLOCK_BYTES, bytes(32))
+        _wait(tier, tier.put(blocks.new_keys(), blocks.source))
+        with _child(_UCX_RAW, address, str(blocks.count), str(BLOCK_BYTES)) as reader:
+            raw: list[float] = []
+
+            def read_raw() -> None:
+                print(file=reader.stdin, flush=True)
+                raw.append(float(_line(reader)))
+
+            read_s, _ = _in_turn([lambda: _wait(tier, tier.get(blocks.keys, blocks.target)), read_raw], rounds)
+        told = tier.told.partition(";")[0]
+        tier.close()
+    size, below_s = blocks.count * BLOCK_BYTES / 1e9, statistics.median(raw[1:])
+    report.add("tier_remote_ucx_read", size / read_s, "GB/s", rounds, f"{told}; below it {size / below_s:.2f}")
+    report.add("tier_remote_ucx_fraction", below_s / read_s, "x", rounds, "of NIXL's own reads")
+
+
+@contextlib.contextmanager
+def _child(code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([sys.executable, "-c", code, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def _line(child: subprocess.Popen[str]) -> str:
+    line = child.stdout.readline().strip() if child.stdout is not None else ""
+    if not line:
+        raise RuntimeError("a process of the bench has ended before its time")
+    return line
+
+
 def _measure_disk(report: Report, folder: Path, blocks: _Blocks, rounds: int) -> None:
+    """The tier beside its own way to the disk, and that beside a bare loop of threads."""
     size = 2 * blocks.count * BLOCK_BYTES
     jobs = Jobs(DISK_THREADS, "bench-disk")
     tier = DiskTier(folder, size + (16 << 20), BLOCK_BYTES, bytes(32), jobs, segment_bytes=32 << 20)
-    files, path = ThreadFiles(folder), folder / "raw"
-    fd = files.open(path, blocks.count * BLOCK_BYTES)
-    with ThreadPoolExecutor(DISK_THREADS) as pool:
+    files, threads = choose_files(folder), ThreadFiles(folder)
+    for views in (blocks.source, blocks.target):
+        for view in views:
+            tier.adopt(view)
+            files.adopt(view)
+    with (
+        ThreadPoolExecutor(DISK_THREADS) as pool,
+        _open(files, folder / "raw", blocks) as fd,
+        _open(threads, folder / "bare", blocks) as bare,
+    ):
 
-        def raw(move: Callable[[int, Sequence[memoryview], int], None], views: Sequence[memoryview]) -> Callable[[], None]:
+        def raw(move: Callable[[int, Sequence[memoryview], int], None], fd: int, views: Sequence[memoryview]) -> Callable[[], None]:
             def run() -> None:
                 list(pool.map(lambda i: move(fd, [views[i]], i * BLOCK_BYTES), range(blocks.count)))
 
             return run
 
-        _measure(report, "disk", tier, blocks, (raw(files.write, blocks.source), raw(files.read, blocks.target)), rounds)
-    files.close(fd)
-    path.unlink()
+        ways = raw(files.write, fd, blocks.source), raw(files.read, fd, blocks.target)
+        _measure(report, "disk", tier, blocks, ways, rounds, tier.told.partition(";")[0])
+        bare_s = _in_turn([raw(threads.write, bare, blocks.source), raw(threads.read, bare, blocks.target)], rounds)
+    for way, seconds in zip(("write", "read"), bare_s, strict=True):
+        report.add(f"disk_threads_{way}", blocks.count * BLOCK_BYTES / 1e9 / seconds, "GB/s", rounds, threads.told)
     jobs.close()
     tier.close()
+
+
+@contextlib.contextmanager
+def _open(files: Files, path: Path, blocks: _Blocks) -> Iterator[int]:
+    fd = files.open(path, blocks.count * BLOCK_BYTES)
+    try:
+        yield fd
+    finally:
+        files.close(fd)
+        path.unlink()
+
+
+def _measure_fio(report: Report, folder: Path) -> None:
+    """fio over a file of 64 MiB, 1 MiB at a time, in each of as many threads as the tier has, around the page cache."""
+    for way in ("write", "read"):
+        words = [
+            "fio",
+            f"--name={way}",
+            f"--filename={folder / 'fio'}",
+            f"--rw={way}",
+            "--bs=1M",
+            "--size=64M",
+            "--direct=1",
+            "--thread",
+        ]
+        words += ["--ioengine=psync", f"--numjobs={DISK_THREADS}", "--group_reporting", "--output-format=json"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+            report.add(f"disk_fio_{way}", job[way]["bw_bytes"] / 1e9, "GB/s", 1, "fio psync, O_DIRECT")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -46,7 +46,7 @@ def build_tiers(
     if not tiers.is_wanted:
         return None
     started_s, spec = time.monotonic(), planner.spec
-    checked = _check(config, cache, spec)
+    checked = _check(cache, spec)
     mover = BlockMover(runner)
     facts = kv_facts(config, checkpoint, loaded, attention, spec, mover.piece_bytes, content_digest(checkpoint.weight_files))
     root = functools.cache(lambda namespace: tier_root(namespace, **facts))  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def _remote(config: EngineConfig, target: str) -> RemoteConfig | None:
     return RemoteConfig(target=target, secret=secret, tls=read_tls(*paths))
 
 
-def _check(config: EngineConfig, cache: PrefixCache[Any], spec: CacheSpec) -> LoadingCache[Any]:
+def _check(cache: PrefixCache[Any], spec: CacheSpec) -> LoadingCache[Any]:
     if not isinstance(cache, LoadingCache):
         raise ConfigError(
             f"--kv-offload wants a prefix cache that takes blocks in; {type(cache).__name__} has no load, unload, lend, settle"
@@ -105,6 +105,4 @@ def _check(config: EngineConfig, cache: PrefixCache[Any], spec: CacheSpec) -> Lo
         raise ConfigError(
             f"--kv-offload serves models whose layers keep all of their KV; this one's groups are {', '.join(spec.kinds)}"
         )
-    if config.tensor_parallel_size > 1:
-        raise ConfigError("--kv-offload is not supported with --tensor-parallel-size above 1; leave one of them out")
     return cache

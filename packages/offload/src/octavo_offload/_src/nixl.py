@@ -26,7 +26,7 @@ def name() -> str | None:
 
 
 def agent(who: str) -> Any:
-    """An agent without backends.
+    """An agent without backends, and without NIXL's progress thread, which would never sleep: whoever has it makes it go on.
 
     Raises:
         NoNixl: There is none to be had.
@@ -37,7 +37,7 @@ def agent(who: str) -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     try:
         api = importlib.import_module(f"{module}._api")
-        return api.nixl_agent(who, api.nixl_agent_config(backends=[]))
+        return api.nixl_agent(who, api.nixl_agent_config(backends=[], enable_prog_thread=False))
     except Exception as error:  # a library that is missing, or whatever its constructor meets
         raise NoNixl(f"{module} does not load: {' '.join(str(error).split())[:200]}") from None
 

@@ -265,6 +265,10 @@ class Blocks:
             self._end(number)
             self.num_expired += 1
 
+    def is_leased(self) -> bool:
+        """Whether any lease is out. Takes no lock."""
+        return self._leased_bytes > 0
+
     @property
     def num_leased(self) -> int:
         """Leases of blocks that are out or in quarantine."""

@@ -64,6 +64,6 @@ def _readable(blocks: Blocks, transport: str, tls: Tls | None) -> ucx.ReadableMe
     if tls is not None:
         raise ConfigError("--transport ucx sends blocks in clear text, which --tls-cert is against; leave one of them out")
     try:
-        return ucx.ReadableMemory(blocks.slab.whole)
+        return ucx.ReadableMemory(blocks.slab.whole, blocks.is_leased)
     except OSError as error:
         raise ConfigError(f"--transport ucx does not work here: {error}; --transport grpc needs nothing") from None

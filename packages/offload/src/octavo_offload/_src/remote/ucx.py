@@ -8,10 +8,11 @@ A transfer that is late cannot be called back. It raises `LateError`, and until 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -21,9 +22,13 @@ from octavo_offload._src.remote.peer import PeerError
 from octavo_offload._src.remote.shared import SharedSlab
 from octavo_offload._src.slab import address
 
+_LOG = logging.getLogger(__name__)
+
 TRANSPORT: Final = "ucx"
 _EAGER_S: Final = 2e-4
 _PAUSE_S: Final = 1e-4
+_ANSWER_S: Final = 2e-5
+_IDLE_S: Final = 2e-3
 _MODE: Final = {"ucx_error_handling_mode": "peer"}
 """So that a peer that is gone is an error and not silence."""
 
@@ -68,8 +73,11 @@ def _agent(who: str) -> Any:
 class ReadableMemory:
     """A store's side: memory that members may read.
 
+    Over RDMA nobody here takes part. Over TCP somebody has to answer: a thread does, eagerly while anything is leased.
+
     Args:
         memory: All of it.
+        is_leased: Whether anybody may be reading.
 
     Attributes:
         metadata: What members must know.
@@ -78,13 +86,23 @@ class ReadableMemory:
         OSError: NIXL or UCX does not work here.
     """
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview, is_leased: Callable[[], bool]) -> None:
+        self._is_leased = is_leased
         self._agent = _agent(f"octavo-store-{os.urandom(8).hex()}")
         try:
             self._agent.register_memory([(address(memory), len(memory), 0, "")], "DRAM", backends=["UCX"])
             self.metadata = msgspec.msgpack.encode(Where(address(memory), len(memory), self._agent.get_agent_metadata()))
         except Exception as error:
             raise nixl.NoNixl(f"the store's memory cannot be registered: {nixl.why(error)}") from None
+        threading.Thread(target=self._answer_on, name="octavo-ucx", daemon=True).start()
+
+    def _answer_on(self) -> None:
+        while True:
+            try:
+                self._agent.get_new_notifs()
+            except Exception as error:  # of a member that is gone
+                _LOG.debug("UCX: %s", nixl.why(error))
+            time.sleep(_ANSWER_S if self._is_leased() else _IDLE_S)
 
 
 class Reader:
