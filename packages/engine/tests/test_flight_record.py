@@ -45,7 +45,7 @@ def _dump_after(tmp_path, checkpoint, number, prompts, **engine):
         "kv_events_config": None,
     }
     config = EngineConfig(model=str(checkpoint), **options | engine)
-    kept = ProcessConfig(flight_recorder_dir=str(tmp_path), watchdog_timeout=600.0 if number == signal.SIGKILL else 5.0)
+    kept = ProcessConfig(flight_recorder_dir=str(tmp_path), watchdog_timeout=600.0)
 
     async def go():
         with Supervisor(config, kept) as supervisor:
@@ -86,7 +86,7 @@ async def _drain(stream):
     ("number", "engine"),
     [
         (signal.SIGKILL, {"num_gpu_blocks_override": 200}),
-        pytest.param(signal.SIGSTOP, {"num_gpu_blocks_override": 21}, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSEGV, {"num_gpu_blocks_override": 21}, marks=pytest.mark.slow),
         pytest.param(
             signal.SIGKILL,
             {"num_gpu_blocks_override": 200, "scheduling_policy": "priority", "async_scheduling": False},

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import threading
 
 import pytest
 
 from octavo_core.testing.patience import PATIENCE_S
+from octavo_models.text import Tokenizer
 from octavo_server import ServerConfig
 
 BODY = {"prompt": ["the fox", "the dog"], "n": 2, "max_tokens": 400, "ignore_eos": True}
@@ -140,5 +142,39 @@ def test_cancelling_the_application_frees_the_request(slow) -> None:
         client.task.cancel()
         await asyncio.gather(client.task, return_exceptions=True)
         assert busy(api) == 0
+
+    asyncio.run(scenario())
+
+
+def test_large_prompts_wait_for_each_other_but_no_short_one_for_them_and_one_that_is_dropped_is_forgotten(
+    slow, monkeypatch
+) -> None:
+    api = slow(card={"max_model_len": 200_000})
+    encode, began, goes_on, seen = Tokenizer.encode, threading.Event(), threading.Event(), []
+
+    def slowly(self, text, **options):
+        seen.append(len(text))
+        if len(text) > 65536:
+            began.set()
+            assert goes_on.wait(PATIENCE_S)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", slowly)
+
+    async def scenario() -> None:
+        dropped = [Client(api.app, {"prompt": "x" * (70_000 + i), "max_tokens": 1}) for i in range(20)]
+        await asyncio.to_thread(began.wait, PATIENCE_S)
+        short = Client(api.app, {"prompt": "the fox", "max_tokens": 1})
+        await asyncio.wait_for(short.task, PATIENCE_S)
+        assert short.sent[0]["status"] == 200
+        for client in dropped:
+            client.gone.set()
+        for client in dropped:
+            await asyncio.wait_for(client.task, PATIENCE_S)
+        last = Client(api.app, {"prompt": "y" * 80_000, "max_tokens": 1})
+        goes_on.set()
+        await asyncio.wait_for(last.task, PATIENCE_S)
+        assert last.sent[0]["status"] == 200
+        assert sorted(seen) == [len("the fox"), 70_000, 80_000]
 
     asyncio.run(scenario())

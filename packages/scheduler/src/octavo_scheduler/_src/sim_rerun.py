@@ -1,7 +1,7 @@
 """A flight record planned again: the scheduler that serves, told what it was told, beside what it did then.
 
-The cache is a counting one: how many blocks were free, and what was found for whom, is part of the record. So what is run again is every
-decision of the scheduler, step by step, and where it is the same code it must come out the same.
+The cache's answers are those of the record: how many sequences it had room for, what it found for whom, how many blocks were free. So what is
+run again is every decision of the scheduler, step by step, and where it is the same code it must come out the same.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int32, UInt32
 
 from octavo_core.config import from_mapping
 from octavo_core.errors import ConfigError
-from octavo_core.plan import Arrivals, StepPlan, StepResult
+from octavo_core.plan import OK, OUT_OF_BLOCKS, Admitted, Arrivals, StepPlan, StepResult
 from octavo_core.records import Arrived, Keyframe, PlanCall, StepRecord
 from octavo_scheduler._src.config import SchedulerConfig
 from octavo_scheduler._src.scheduler import ChunkedScheduler
-from octavo_scheduler._src.sim_cache import CountingCache
+from octavo_scheduler._src.sim_cache import CountingCache, CountingState
 from octavo_scheduler._src.sim_state import blank_arrivals, blank_result
 from octavo_scheduler._src.state import RUNNING
 
+_ADMISSION: Final = 2**20
 COMPARED: Final = ("num_decodes", "num_prefills", "prefill_tokens", "context_tokens", "num_running", "preempted")
 
 
@@ -105,13 +107,37 @@ def _seen(plan: StepPlan) -> dict[str, int]:
     }
 
 
+class _RecordedCache(CountingCache):
+    """Lets in as many as it is told: `free` counts them in units of `_ADMISSION`. What follows is told anew by whoever plans."""
+
+    def admit(
+        self,
+        cache: CountingState,
+        sequence: Int32[Array, " arrivals"],
+        tokens: Int32[Array, "arrivals max_len"],
+        lengths: Int32[Array, " arrivals"],
+        namespace: UInt32[Array, "arrivals 2"],
+        tenant: Int32[Array, " arrivals"],
+        want: Int32[Array, "arrivals groups"],
+        reserve: Int32[Array, " groups"],
+    ) -> tuple[CountingState, Admitted]:
+        """The first ones fit."""
+        takes = (sequence >= 0) & (jnp.cumsum(sequence >= 0) * _ADMISSION <= cache.free)
+        found = jnp.where(takes, jnp.clip(tokens[:, 0], 0, lengths - 1), 0)
+        to = jnp.where(takes, sequence, cache.held.size)
+        held = cache.held.at[to].set(-(-found // self.spec.block_size), mode="drop")
+        free = cache.free - jnp.sum(takes, dtype=jnp.int32) * _ADMISSION
+        fits = takes | (sequence < 0)
+        return CountingState(free, held), Admitted(found, jnp.where(fits, OK, OUT_OF_BLOCKS).astype(jnp.int32))
+
+
 class _Planning:
     """A scheduler that goes through a record."""
 
     def __init__(self, keyframe: Keyframe, records: Sequence[StepRecord]) -> None:
         config = from_mapping(SchedulerConfig, keyframe.config)
         self._keyframe = keyframe
-        self._cache = CountingCache(keyframe.num_blocks, keyframe.block_size, keyframe.max_sequences)
+        self._cache = _RecordedCache(keyframe.num_blocks, keyframe.block_size, keyframe.max_sequences)
         scheduler: Any = ChunkedScheduler(config, self._cache)
         self._step, self._arrive = jax.jit(scheduler.step), jax.jit(scheduler.arrive)
         state = scheduler.init()
@@ -125,19 +151,30 @@ class _Planning:
         assert isinstance(record.calls, list)
         calls = [call for call in record.calls if call.number >= self._keyframe.call]
         for call in calls:
-            plan = self._plan(call, record.step)
+            plan = self._plan(call, record, makes_it=call is calls[-1])
         return plan
 
-    def _plan(self, call: PlanCall, step: int) -> StepPlan:
-        self._blocks = self._blocks._replace(free=jnp.int32(call.room))
+    def _plan(self, call: PlanCall, record: StepRecord, *, makes_it: bool) -> StepPlan:
+        """Make a call; the last one of a step made its plan, those before it planned nothing and let nobody in."""
+        admitted = self._num_admitted(call, record) if makes_it and call.arrived is not None else 0
         if call.number:  # before the first step nobody has told the scheduler of any
             self._state = self._state._replace(room=jnp.int32(call.room))
         if call.arrived is not None:
-            found = jnp.asarray(self._found.from_step(step))
+            found = jnp.asarray(self._found.from_step(record.step))
             self._state = self._state._replace(tokens=self._state.tokens.at[:, 0].set(found))
+            self._blocks = self._blocks._replace(free=jnp.int32(admitted * _ADMISSION))
             self._state, self._blocks = self._arrive(self._state, self._blocks, self._arrivals(call.arrived))
+        # Who was let in holds some blocks together with others, and the record does not say how many: there was room, if nobody gave way.
+        is_known = not admitted or record.preempted is not None
+        self._blocks = self._blocks._replace(free=jnp.int32(call.room if is_known else _ADMISSION))
         self._state, self._blocks, plan = self._step(self._state, self._blocks, self._result(call))
         return jax.tree.map(np.asarray, plan)  # type: ignore[no-any-return]
+
+    def _num_admitted(self, call: PlanCall, record: StepRecord) -> int:
+        """Sequences that were let in by a call: those that ran after it, less those that ran on."""
+        finished = _bits(call.finished, self._keyframe.max_sequences)
+        ran_on = int(((np.asarray(self._state.status) == RUNNING) & ~finished).sum())
+        return max(0, record.num_running + (record.preempted is not None) - ran_on)
 
     def _arrivals(self, arrived: Sequence[Arrived]) -> Arrivals:
         empty = jax.tree.map(np.array, blank_arrivals(self._keyframe.max_arrivals, self._cache.spec.max_len))

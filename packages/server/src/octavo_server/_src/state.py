@@ -75,6 +75,7 @@ class ServerState:
         self.quotas = quotas or Quotas(self.keys.entries)
         self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="octavo-tokenizer")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="octavo-large")
+        self._turn = asyncio.Semaphore(1)
 
     def become_ready(self, engine: Engine, card: ModelCard, text: Text | None) -> None:
         """Begin to serve a loaded engine."""
@@ -88,8 +89,18 @@ class ServerState:
         Args:
             size: About how many bytes it looks at. What is large queues by itself: a short prompt does not wait for it.
         """
-        threads = self._large if size > _LARGE else self._threads
-        return await asyncio.get_running_loop().run_in_executor(threads, lambda: function(*args, **kwargs))
+        loop = asyncio.get_running_loop()
+        if size <= _LARGE:
+            return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
+        await self._turn.acquire()  # whoever is given up while it waits holds nothing any more; a thread would keep its text
+        work = loop.run_in_executor(self._large, lambda: function(*args, **kwargs))
+        work.add_done_callback(self._next_turn)
+        return await asyncio.shield(work)  # it cannot be stopped: until it has ended it is its turn
+
+    def _next_turn(self, work: asyncio.Future[Any]) -> None:
+        self._turn.release()
+        if not work.cancelled():
+            work.exception()  # nobody may be there any more to hear of it
 
     def require_served(self) -> Served:
         """The model being served.
