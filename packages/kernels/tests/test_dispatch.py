@@ -61,7 +61,9 @@ class _Device(NamedTuple):
         (dataclasses.replace(FULL, dtype="float32", head_dim=64), "stores bfloat16, float8_e4m3fn, float8_e5m2"),
         (dataclasses.replace(FULL, dtype="bfloat16", head_dim=80), "heads of"),
         (dataclasses.replace(FULL, dtype="bfloat16", head_dim=64, block_size=8), "blocks of"),
-        (LATENT, "full and window attention"),
+        (STATE, "full and window and latent attention"),
+        (dataclasses.replace(LATENT, dtype="bfloat16"), "latents of \\(576,\\) elements, these have 16"),
+        (dataclasses.replace(LATENT, dtype="bfloat16", head_dim=576, sinks=True), "without windows and sinks"),
     ],
 )
 def test_on_a_hopper_gpu_what_the_kernels_cannot_serve_falls_back_with_the_reason(monkeypatch, spec, reason) -> None:
@@ -78,10 +80,12 @@ def test_on_a_hopper_gpu_what_the_kernels_cannot_serve_falls_back_with_the_reaso
         dataclasses.replace(FULL, dtype="bfloat16", head_dim=64, kind="window", window=128, sinks=True),
         dataclasses.replace(FULL, dtype="float8_e4m3fn", head_dim=128),
         dataclasses.replace(FULL, dtype="float8_e5m2", head_dim=256),
+        dataclasses.replace(LATENT, dtype="bfloat16", head_dim=576, block_size=64),
+        dataclasses.replace(LATENT, dtype="float8_e4m3fn", head_dim=576, softcap=30.0),
     ],
     ids=str,
 )
-def test_on_a_hopper_gpu_windows_caps_sinks_and_fp8_are_hoppers(monkeypatch, spec) -> None:
+def test_on_a_hopper_gpu_windows_caps_sinks_fp8_and_latents_are_hoppers(monkeypatch, spec) -> None:
     pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
     monkeypatch.setattr(jax, "devices", lambda *_: [_Device("gpu", "NVIDIA H200", "9.0")])
     assert attention_backend("auto", (spec,)).name == "hopper"

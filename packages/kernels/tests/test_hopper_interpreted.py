@@ -21,9 +21,12 @@ plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas
 from octavo_kernels import ReferenceAttention  # noqa: E402
 from octavo_kernels._src.fp8 import FP8  # noqa: E402
 from octavo_kernels._src.hopper_attention import HopperAttention  # noqa: E402
-from octavo_kernels._src.hopper_decode import DecodeConfig, partial_results, share_out  # noqa: E402
+from octavo_kernels._src.hopper_decode import DecodeConfig, partial_results  # noqa: E402
+from octavo_kernels._src.hopper_latent import LatentConfig  # noqa: E402
+from octavo_kernels._src.hopper_latent_step import attend_latents  # noqa: E402
 from octavo_kernels._src.hopper_merge import merge  # noqa: E402
 from octavo_kernels._src.hopper_prefill import prefill  # noqa: E402
+from octavo_kernels._src.hopper_shares import share_out  # noqa: E402
 from octavo_kernels._src.hopper_tiles import PrefillConfig, cut  # noqa: E402
 from octavo_kernels._src.hopper_tuning import HopperChoices  # noqa: E402
 from octavo_kernels.cases import HOPPER_CASES  # noqa: E402
@@ -170,14 +173,26 @@ def _pools(config: DecodeConfig | PrefillConfig, k: jax.Array, v: jax.Array) -> 
     return pools | ({"k_scale": ones, "v_scale": ones} if config.has_scales else {})
 
 
+def _chunk(new: int, table: jax.Array) -> AttentionBatch:
+    """The last `new` tokens of one row of 300."""
+    positions = jnp.arange(300 - new, 300, dtype=jnp.int32)
+    starts, context = jnp.array([0, new], jnp.int32), jnp.array([300], jnp.int32)
+    return AttentionBatch(positions, starts, context, table, positions, jnp.int32(0), jnp.int32(1))
+
+
+def _latents(config: LatentConfig, interpret) -> jax.Array:
+    """Two tiles over five steps each, so that three thread blocks cut them inside."""
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((3, 8, 192), (25, 1, 16, 192)))
+    pools = {"k": k.astype(config.stored)} | ({"k_scale": jnp.ones(k.shape[:3], jnp.float32)} if config.has_scales else {})
+    table = jnp.asarray(1 + rng.permutation(24)[None], jnp.int32)
+    return attend_latents(q, pools, _chunk(3, table), config, interpret)
+
+
 def _prefill(config: PrefillConfig, interpret, *pools: jax.Array) -> jax.Array:
     q, k, v, table = _vectors(40)
     k, v = pools or (k, v)
-    positions = jnp.arange(260, 300, dtype=jnp.int32)
-    one = jnp.int32(1)
-    batch = AttentionBatch(
-        positions, jnp.array([0, 40], jnp.int32), jnp.array([300], jnp.int32), table, positions, jnp.int32(0), one
-    )
+    batch = _chunk(40, table)
     sinks = jnp.zeros((2, 4)) if config.sinks else None
     return prefill(q, _pools(config, k, v), table, cut(batch, 40, config), sinks, config, interpret)
 
@@ -190,8 +205,11 @@ FP8_DECODE, FP8_PREFILL = (
     dataclasses.replace(config, stored="float8_e4m3fn", **more)
     for config, more in ((DECODE, {}), (PREFILL, {"take_turns": False, "sinks": True}))
 )
-RUNS = [(_decode, DECODE), (_prefill, PREFILL), (_decode, FP8_DECODE), (_prefill, FP8_PREFILL)]
-NAMES = ["decode", "prefill", "decode of FP8", "prefill of FP8 with sinks"]
+LATENT = LatentConfig(heads=8, tile_q=2, head_dim=192, block_size=16, scale=0.1, kv_heads=1, num_ctas=1, interpreted=True)
+FP8_LATENT = dataclasses.replace(LATENT, stored="float8_e4m3fn", num_ctas=3)
+RUNS = [(_decode, DECODE), (_prefill, PREFILL), (_decode, FP8_DECODE), (_prefill, FP8_PREFILL), (_latents, LATENT)]
+NAMES = ["decode", "prefill", "decode of FP8", "prefill of FP8 with sinks", "latents"]
+RUNS, NAMES = [*RUNS, (_latents, FP8_LATENT)], [*NAMES, "latents in FP8"]
 
 
 @pytest.mark.slow

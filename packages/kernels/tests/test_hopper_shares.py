@@ -13,7 +13,9 @@ from octavo_core.seams import AttentionBatch
 
 pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
 
-from octavo_kernels._src.hopper_decode import DecodeConfig, share_out
+from octavo_kernels._src.hopper_decode import DecodeConfig
+from octavo_kernels._src.hopper_latent_step import cut_latents
+from octavo_kernels._src.hopper_shares import share_out
 from octavo_kernels._src.hopper_tiles import PrefillConfig, cut
 from octavo_kernels.cases import SPEED_CASES
 
@@ -21,6 +23,7 @@ ROWS = 6
 SHAPE = {"group": 4, "kv_heads": 3, "head_dim": 64, "block_size": 16, "scale": 1.0, "num_ctas": 7}
 CONFIG = DecodeConfig(**SHAPE)
 share_out_jit = jax.jit(share_out, static_argnums=2)
+cut_latents_jit = jax.jit(cut_latents, static_argnums=(1, 2))
 cut_jit = jax.jit(cut, static_argnums=(1, 2))
 
 
@@ -98,6 +101,31 @@ def test_every_token_of_a_long_row_has_one_place_in_one_tile(long: list[tuple[in
             flat += 1
     ends = [position + queries for _, position, queries, _, _ in about[:count].tolist()]
     assert ends == sorted(ends, reverse=True)
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60)), min_size=1, max_size=ROWS), st.sampled_from([1, 3, 4]))
+@settings(max_examples=100, deadline=None)
+def test_every_token_over_latents_has_one_place_in_one_tile(rows: list[tuple[int, int]], tile_q: int) -> None:
+    rows = sorted(rows, key=lambda row: row[1] != 1)
+    tokens, contexts = 400, np.zeros(ROWS)
+    starts = np.full(ROWS + 1, sum(new for _, new in rows))
+    starts[: len(rows) + 1] = np.concatenate([[0], np.cumsum([new for _, new in rows])])
+    contexts[: len(rows)] = [old + new for old, new in rows]
+    single = sum(new == 1 for _, new in rows)
+    fields = np.zeros(tokens), starts, contexts, np.zeros((ROWS, 4)), np.zeros(tokens), single, len(rows)
+    tiles = cut_latents_jit(AttentionBatch(*(jnp.asarray(f, jnp.int32) for f in fields)), tokens, tile_q)
+    assert int(tiles.num_tiles) == sum(-(-new // tile_q) for _, new in rows)
+    places, flat = set(), 0
+    for row, (old, new) in enumerate(rows):
+        for i in range(new):
+            tile, offset = int(tiles.tile[flat]), int(tiles.offset[flat])
+            got_row, position = np.asarray(tiles.about)[tile].tolist()
+            assert (got_row, position + offset) == (row, old + i)
+            assert position + offset < int(tiles.context_len[tile]) <= old + new
+            assert int(tiles.token[tile, offset]) == flat
+            places.add((tile, offset))
+            flat += 1
+    assert len(places) == flat
 
 
 def test_names_of_measured_cases_are_unique() -> None:

@@ -1,4 +1,4 @@
-"""Compiles the Hopper kernels for an H200 on a machine without a GPU: `python -m octavo_kernels.aot [--head-dim 64 128 256] [--json FILE]`.
+"""Compiles the Hopper kernels for an H200 on a machine without a GPU: `python -m octavo_kernels.aot [--head-dim 64 128 256 576] [--json FILE]`.
 
 Prints registers, spilled bytes, shared memory and the instructions that matter of each shipped configuration. Static figures: they say
 that a kernel can launch and uses the units it should, and nothing about its speed.
@@ -26,14 +26,17 @@ SHIPPED: Final = (
     *((head_dim, block_size, "bfloat16", False) for head_dim in (64, 128, 256) for block_size in (16, 32, 64)),
     *((head_dim, 32, stored, False) for stored in ("float8_e4m3fn", "float8_e5m2") for head_dim in (64, 128, 256)),
     *((head_dim, 32, stored, True) for stored in ("bfloat16", "float8_e4m3fn") for head_dim in (64, 128, 256)),
+    *((576, block_size, "bfloat16", False) for block_size in (16, 32, 64)),
+    *((576, 16, stored, False) for stored in ("float8_e4m3fn", "float8_e5m2")),
+    (576, 32, "float8_e4m3fn", True),
 )
-"""Head size, block size, element type, and whether with a window, a soft cap and sinks: what is compiled for one, the kernels serve."""
+"""Head size (576: MLA latents), block size, element type, and whether with a window, a soft cap and sinks: what is compiled for one, the kernels serve."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile, print, and answer 1 if a configuration cannot launch or spills."""
     parser = argparse.ArgumentParser(prog="octavo_kernels.aot", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256, 576])
     parser.add_argument("--block-size", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--stored", nargs="+", default=["bfloat16", "float8_e4m3fn", "float8_e5m2"])
     parser.add_argument("--rules", choices=("all", "with", "without"), default="all", help="a window, a soft cap and sinks")
@@ -48,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for head_dim, block_size, stored, has_rules in SHIPPED:
         if head_dim in args.head_dim and block_size in args.block_size and stored in args.stored and has_rules in wanted:
             variant = Variant(head_dim, block_size, GROUPS[block_size], stored, has_rules)
-            found += compile_variant(variant, Path(os.environ["MOSAIC_GPU_DUMP_TO"]))
-            for kernel in found[-3:]:
+            compiled = compile_variant(variant, Path(os.environ["MOSAIC_GPU_DUMP_TO"]))
+            found += compiled
+            for kernel in compiled:
                 print(kernel.line(), flush=True)
     if args.json:
         args.json.write_text(json.dumps([kernel._asdict() for kernel in found], indent=1) + "\n", encoding="utf-8")

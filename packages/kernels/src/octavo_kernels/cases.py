@@ -19,6 +19,10 @@ def _case(name: str, rows: tuple[tuple[int, int], ...], *, dtype: str = "bfloat1
     return AttentionCase(name, rows, dtype=dtype, q_dtype="bfloat16", **shape)
 
 
+def _latents(name: str, rows: tuple[tuple[int, int], ...], **shape: Any) -> AttentionCase:
+    return _case(name, rows, kind="latent", kv_heads=1, head_dim=576, **shape)
+
+
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 _SINGLES: Final = tuple((old, 1) for old in EDGES)
 _CHUNKS: Final = ((40, 1), (127, 1), (0, 130), (61, 3), (64, 64), (190, 33))
@@ -60,6 +64,10 @@ HOPPER_CASES: Final = (
         window=50,
         sinks=True,
     ),
+    _latents("latents, decode at the edges of blocks and tiles", _SINGLES, q_heads=16, block_size=64, spare_rows=5),
+    _latents("latents, chunks beside decode", ((40, 1), (127, 1), (0, 70), (61, 3)), q_heads=16, block_size=16, spare_tokens=9),
+    _latents("latents, 71 query heads", ((40, 1), (61, 3)), q_heads=71, block_size=32),
+    _latents("latents in e4m3, chunks beside decode", ((40, 1), (127, 1), (61, 30)), dtype=E4M3, q_heads=8, block_size=32),
     *(case for case in CASES if case.dtype == case.q_dtype == "bfloat16" and case.head_dim in (64, 128)),
 )
 
@@ -74,6 +82,7 @@ class SpeedCase:
         q_heads, kv_heads, head_dim, block_size: Shapes.
         dtype: Of stored KV; FP8 has scales.
         window: Tokens looked back, or None.
+        is_latent: One stored vector a token is key and value.
     """
 
     name: str
@@ -84,6 +93,7 @@ class SpeedCase:
     block_size: int = 32
     dtype: str = "bfloat16"
     window: int | None = None
+    is_latent: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +103,7 @@ class SpeedCase:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V, scales included, that a step must read at least once."""
-        each = 2 * self.kv_heads * (self.head_dim * 2 if self.dtype == "bfloat16" else self.head_dim + 4)
+        each = (1 if self.is_latent else 2) * self.kv_heads * (self.head_dim * 2 if self.dtype == "bfloat16" else self.head_dim + 4)
         return sum(min(old + new, new + (self.window or old + new) - 1) for old, new in self.rows) * each
 
     @property
@@ -107,6 +117,11 @@ class SpeedCase:
 def _decode(rows: int, context: int, **shape: Any) -> SpeedCase:
     marks = "".join(f"/{key}={value}" for key, value in shape.items())
     return SpeedCase(f"decode/rows={rows}/context={context}{marks}", ((context - 1, 1),) * rows, **shape)
+
+
+def _mla(name: str, rows: tuple[tuple[int, int], ...], **shape: Any) -> SpeedCase:
+    marks = "".join(f"/{key}={value}" for key, value in shape.items())
+    return SpeedCase(name + marks, rows, **{"q_heads": 128, **shape}, kv_heads=1, head_dim=576, block_size=64, is_latent=True)
 
 
 def _uneven(rows: int, longest: int) -> SpeedCase:
@@ -133,7 +148,12 @@ SPEED_CASES: Final = (
     _decode(8, 32768),
     _decode(1, 4096),
     _decode(1, 131072),
+    _mla("decode/latents/rows=64/context=4096", ((4095, 1),) * 64),
+    _mla("decode/latents/rows=64/context=4096", ((4095, 1),) * 64, q_heads=16),
+    _mla("decode/latents/rows=64/context=4096", ((4095, 1),) * 64, q_heads=16, dtype=E4M3),
+    _mla("decode/latents/rows=128/context=8192", ((8191, 1),) * 128, q_heads=16),
     SpeedCase("prefill/rows=1/query=8192", ((0, 8192),)),
+    _mla("prefill/latents/rows=1/query=2048", ((0, 2048),), q_heads=16),
     SpeedCase("prefill/rows=4/query=2048", ((0, 2048),) * 4),
     SpeedCase("prefill/rows=1/query=2048/context=32768", ((32768 - 2048, 2048),)),
     SpeedCase("prefill/rows=1/query=8192/head_dim=64", ((0, 8192),), head_dim=64),

@@ -22,11 +22,14 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from octavo_core.seams import AttentionBatch
-from octavo_kernels._src.hopper_decode import partial_results, share_out
+from octavo_kernels._src.hopper_attention import LATENT_DIMS
+from octavo_kernels._src.hopper_decode import partial_results
+from octavo_kernels._src.hopper_latent_step import attend_latents
 from octavo_kernels._src.hopper_merge import merge
+from octavo_kernels._src.hopper_shares import share_out
 from octavo_kernels._src.hopper_prefill import prefill
 from octavo_kernels._src.hopper_tiles import cut
-from octavo_kernels._src.hopper_tuning import Rules, configs
+from octavo_kernels._src.hopper_tuning import Rules, configs, latent_config
 from octavo_kernels._src.mosaic import MAX_SMEM_BYTES, PART
 
 ARCH: Final = "sm_90a"
@@ -95,8 +98,10 @@ RULES: Final = Rules(window=1000, softcap=30.0, sinks=True)
 
 
 def traced(variant: Variant) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
-    """A function that calls the three kernels as `HopperAttention` does, the shapes of its arguments, and each kernel's shared memory."""
+    """A function that calls the kernels as `HopperAttention` does, the shapes of its arguments, and each kernel's shared memory."""
     head_dim, block_size, group, stored, has_rules = variant
+    if head_dim in LATENT_DIMS:
+        return _traced_latents(variant)
     pool = (KV_HEADS * MAX_BLOCKS, KV_HEADS, block_size, head_dim)
     decode, long = configs(group, pool, head_dim**-0.5, rules=RULES if has_rules else Rules(), stored=stored)
 
@@ -114,15 +119,35 @@ def traced(variant: Variant) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
     if decode.has_scales:
         kv |= {name: low(pool[:3], jnp.float32) for name in ("k_scale", "v_scale")}
     q = low((TOKENS, decode.kv_heads, decode.group, head_dim), jnp.bfloat16)
-    sizes = (TOKENS,), (ROWS + 1,), (ROWS,), (ROWS, MAX_BLOCKS), (TOKENS,), (), ()
-    batch = AttentionBatch(*(low(size, jnp.int32) for size in sizes))
+    batch = _batch_shapes()
     sinks = low((decode.kv_heads, decode.group), jnp.float32) if has_rules else None
     planned = {"octavo_decode": decode.smem_bytes(), "octavo_merge": 0, "octavo_prefill": long.smem_bytes()}
     return attend, (q, kv, batch, sinks), planned
 
 
+def _traced_latents(variant: Variant) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
+    """The same over MLA latents, which `group` query heads share; rules are a soft cap alone."""
+    head_dim, block_size, heads, stored, has_rules = variant
+    pool = (KV_HEADS * MAX_BLOCKS, 1, block_size, head_dim)
+    config = latent_config(heads, pool, head_dim**-0.5, softcap=RULES.softcap if has_rules else None, stored=stored)
+
+    def attend(q: jax.Array, kv: dict[str, jax.Array], batch: AttentionBatch) -> jax.Array:
+        return attend_latents(q, kv, batch, config, None)
+
+    low: Any = jax.ShapeDtypeStruct
+    kv = {"k": low(pool, stored)} | ({"k_scale": low(pool[:3], jnp.float32)} if config.has_scales else {})
+    args = low((TOKENS, heads, head_dim), jnp.bfloat16), kv, _batch_shapes()
+    return attend, args, {"octavo_latent": config.smem_bytes(), "octavo_merge": 0}
+
+
+def _batch_shapes() -> AttentionBatch:
+    sizes = (TOKENS,), (ROWS + 1,), (ROWS,), (ROWS, MAX_BLOCKS), (TOKENS,), (), ()
+    shapes: Any = (jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)
+    return AttentionBatch(*shapes)
+
+
 def compile_variant(variant: Variant, dump: Path) -> list[Kernel]:
-    """Compile the three kernels."""
+    """Compile its kernels."""
     attend, args, planned = traced(variant)
     for old in dump.iterdir():
         old.unlink()

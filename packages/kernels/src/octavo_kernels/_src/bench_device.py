@@ -127,7 +127,9 @@ def _add_times(report: Report, name: str, case: SpeedCase, seconds: float, copy:
 
 
 def _sweep(case: SpeedCase) -> dict[str, HopperChoices]:
-    """Every configuration that can launch."""
+    """Every configuration that can launch; over latents there is one."""
+    if case.is_latent:
+        return {"": HopperChoices()}
     pool = (1, case.kv_heads, case.block_size, case.head_dim)
     kernel = "decode" if case.name.startswith("decode") else "prefill"
     return dict(candidates(case.q_heads // case.kv_heads, pool, kernel, case.dtype))
@@ -137,7 +139,7 @@ def _time_others(report: Report, case: SpeedCase, copy: float, rounds: int) -> N
     """JAX's paged kernel for decode; cuDNN's dense attention, which reads no table, for prompts."""
     contexts = {old + new for old, new in case.rows}
     try:
-        if case.window is not None or case.dtype != "bfloat16":
+        if case.window is not None or case.dtype != "bfloat16" or case.is_latent:
             return
         if case.name.startswith("decode") and len(contexts) == 1:
             name, call, step = f"{case.name}/jax pallas-triton", *_jax_paged(case)

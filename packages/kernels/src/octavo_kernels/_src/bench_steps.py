@@ -69,11 +69,30 @@ def _vectors(case: SpeedCase, num_blocks: int, seed: int) -> tuple[jax.Array, Po
     normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
     pool = (num_blocks, case.kv_heads, case.block_size, case.head_dim)
     k, v = (normal(key, pool, jnp.bfloat16) for key in keys[:2])
+    if case.is_latent:
+        return normal(keys[2], (case.num_tokens, case.q_heads, case.head_dim), jnp.bfloat16), _latent_pools(case, k)
     q = normal(keys[2], (case.num_tokens, case.q_heads, case.head_dim), jnp.bfloat16)
     if case.dtype not in FP8:
         return q, Pools((k,), (v,))
     (k, k_scale), (v, v_scale) = (jax.jit(quantise, static_argnums=1)(x, case.dtype) for x in (k, v))
     return q, Pools((k,), (v,), (k_scale,), (v_scale,))
+
+
+def _latent_pools(case: SpeedCase, k: jax.Array) -> Pools:
+    if case.dtype not in FP8:
+        return Pools((k,), ())
+    elements, scale = jax.jit(quantise, static_argnums=1)(k, case.dtype)
+    return Pools((elements,), (), (scale,), ())
+
+
+def _as_oracle(kv: Pools) -> Any:
+    """The same memory as `ReferenceAttention` keeps it."""
+
+    def stacked(*kinds: tuple[jax.Array, ...]) -> jax.Array:
+        return jnp.stack([kind[0] for kind in kinds if kind])[None].swapaxes(3, 4)
+
+    elements = stacked(kv.k, kv.v)
+    return ScaledKV(elements, stacked(kv.k_scale, kv.v_scale)) if kv.k_scale else elements
 
 
 def check_sample(step: Step, answers: jax.Array, *, seed: int = 0) -> float:
@@ -87,9 +106,7 @@ def check_sample(step: Step, answers: jax.Array, *, seed: int = 0) -> float:
     tokens = np.unique(np.concatenate([rng.integers(0, case.num_tokens, SAMPLE), [0, case.num_tokens - 1]]))
     rows = np.searchsorted(np.asarray(step.batch.query_start)[1:], tokens, side="right")
     oracle = ReferenceAttention()
-    memory: Any = jnp.stack([step.kv.k[0], step.kv.v[0]])[None].swapaxes(3, 4)
-    if step.kv.k_scale:
-        memory = ScaledKV(memory, jnp.stack([step.kv.k_scale[0], step.kv.v_scale[0]])[None].swapaxes(3, 4))
+    memory = _as_oracle(step.kv)
     positions = step.batch.positions[tokens]
     count = jnp.int32(len(tokens))
     batch = AttentionBatch(

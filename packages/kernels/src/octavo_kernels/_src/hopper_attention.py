@@ -1,4 +1,5 @@
-"""Paged attention for Hopper GPUs: `hopper_decode` for rows with one new token, `hopper_prefill` for longer rows, one call for both.
+"""Paged attention for Hopper GPUs: `hopper_decode` for rows with one new token, `hopper_prefill` for longer rows, `hopper_latent` for both
+over MLA latents; one call for all.
 
 Knows what the kernels can serve and which configuration they get. Knows nothing of what happens inside them.
 """
@@ -15,16 +16,20 @@ from octavo_core.seams import AttentionBatch
 from octavo_core.specs import KVGroupSpec
 from octavo_kernels._src.fp8 import FP8
 from octavo_kernels._src.hopper import multiprocessors, require_hopper
-from octavo_kernels._src.hopper_decode import DecodeConfig, partial_results, share_out
+from octavo_kernels._src.hopper_decode import DecodeConfig, partial_results
+from octavo_kernels._src.hopper_latent_step import attend_latents
 from octavo_kernels._src.hopper_merge import merge
 from octavo_kernels._src.hopper_prefill import prefill
+from octavo_kernels._src.hopper_shares import share_out
 from octavo_kernels._src.hopper_tiles import cut
-from octavo_kernels._src.hopper_tuning import HopperChoices, Rules, configs
+from octavo_kernels._src.hopper_tuning import HopperChoices, Rules, configs, latent_config
 from octavo_kernels._src.pools import Pools, gather_blocks, new_pools, scatter_blocks, write_pools
 
 HEAD_DIMS: Final = (64, 128, 256)
 BLOCK_SIZES: Final = (16, 32, 64)
-KINDS: Final = ("full", "window")
+LATENT_DIMS: Final = (576,)
+"""Of DeepSeek's models and their like: 512 of the latent, 64 that carry positions."""
+KINDS: Final = ("full", "window", "latent")
 STORED: Final = ("bfloat16", *FP8)
 
 
@@ -61,8 +66,12 @@ class HopperAttention:
             raise NotImplementedError(
                 f"hopper attention stores {', '.join(STORED)}, this group wants {spec.dtype}; set --dtype bfloat16 or --kv-cache-dtype"
             )
-        if spec.head_dim not in HEAD_DIMS:
-            raise NotImplementedError(f"hopper attention serves heads of {HEAD_DIMS} elements, these have {spec.head_dim}")
+        is_latent = spec.kind == "latent"
+        dims, what = (LATENT_DIMS, "latents") if is_latent else (HEAD_DIMS, "heads")
+        if spec.head_dim not in dims:
+            raise NotImplementedError(f"hopper attention serves {what} of {dims} elements, these have {spec.head_dim}")
+        if is_latent and (spec.sinks or spec.window is not None):
+            raise NotImplementedError("hopper attention serves latents without windows and sinks, this group has some")
         if spec.block_size not in BLOCK_SIZES:
             raise NotImplementedError(f"hopper attention serves blocks of {BLOCK_SIZES} tokens, these hold {spec.block_size}")
         return new_pools(spec, num_blocks, spec.dtype)
@@ -95,6 +104,8 @@ class HopperAttention:
         Cost: rows with one new token read the KV they can see once; longer rows once per tile of queries.
         """
         pools = {name: pool[layer] for name, pool in kv._asdict().items() if pool}
+        if "v" not in pools:
+            return self._over_latents(pools, q, batch, scale, softcap)
         _, kv_heads, _, head_dim = pools["k"].shape
         group = q.shape[1] // kv_heads
         decode, long = configs(
@@ -118,6 +129,26 @@ class HopperAttention:
             out = jnp.where((index >= batch.num_single) & (index < live), answers, out)
         out = out.reshape(len(q), kv_heads, -1, head_dim)[:, :, :group]
         return out.reshape(q.shape).astype(q.dtype)
+
+    def _over_latents(
+        self,
+        pools: dict[str, Array],
+        q: Float[Array, "tokens q_heads head_dim"],
+        batch: AttentionBatch,
+        scale: float,
+        softcap: float | None,
+    ) -> Float[Array, "tokens q_heads head_dim"]:
+        config = latent_config(
+            q.shape[1],
+            pools["k"].shape,
+            scale,
+            self._choices,
+            softcap=softcap,
+            stored=pools["k"].dtype.name,
+            single=len(q) <= len(batch.context_len),
+            interpreted=self._interpret is not None,
+        )
+        return attend_latents(q.astype(jnp.bfloat16), pools, batch, config, self._interpret).astype(q.dtype)
 
     def _decode(
         self,

@@ -67,11 +67,12 @@ def copy_steps(config: Staged, steps: Steps, pools: dict[str, Any], table: Any, 
     Args:
         config: The kernel's.
         steps: Which tiles.
-        pools: `k` and `v`; with scales `k_scale` and `v_scale`.
+        pools: `k` and `v`; with scales `k_scale` and `v_scale`. Of latents `k` alone.
         table: Block ids.
         at: Shared memory and barriers.
     """
     stages = jnp.int32(config.stages)
+    names = tuple(name for name in ("k", "v") if name in pools)
     last = lax.div(jnp.maximum(steps.context - 1, 0), jnp.int32(config.block_size))
 
     def ids(i: jax.Array) -> tuple[jax.Array, ...]:
@@ -96,7 +97,7 @@ def copy_steps(config: Staged, steps: Steps, pools: dict[str, Any], table: Any, 
 
     def step(i: jax.Array, blocks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         following = ids(i + 1)  # under way while this step waits
-        for name in ("k", "v"):
+        for name in names:
             if not config.free_too_early:
                 wait_free(i, name)
             copy(i, name, blocks)

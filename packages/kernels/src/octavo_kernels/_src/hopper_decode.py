@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxtyping import Array, BFloat16, Float32, Int32
 from octavo_kernels._src import mosaic
 from octavo_kernels._src.fp8 import FP8
 from octavo_kernels._src.hopper_copy import Steps, copy_steps, observe
+from octavo_kernels._src.hopper_shares import Segment, Shares, each_segment
 from octavo_kernels._src.mosaic import FLOOR, MASKED, TILE_ROWS, WARPGROUP_ROWS, WGMMA
 
 COMPUTE_WARPGROUPS = 2
@@ -91,8 +92,8 @@ class DecodeConfig:
         arrivals = self.tile_blocks * (2 if self.has_scales else 1)
         return {
             "q": mosaic.tiled((self.query_buffers, WARPGROUP_ROWS, self.head_dim), jnp.bfloat16),
-            "k": mosaic.tiled(shape, self.stored),
-            "v": mosaic.tiled(shape, self.stored),
+            "k": mosaic.tiled(shape, self.stored, mosaic.SLICE),
+            "v": mosaic.tiled(shape, self.stored, mosaic.SLICE),
             "k_scale": plgpu.SMEM(shape[:2], jnp.float32) if self.has_scales else None,
             "v_scale": plgpu.SMEM(shape[:2], jnp.float32) if self.has_scales else None,
             "wide": mosaic.tiled(wide, jnp.bfloat16) if self.has_scales else None,
@@ -113,53 +114,6 @@ class DecodeConfig:
     def smem_bytes(self) -> int:
         """Shared memory of a thread block."""
         return mosaic.smem_bytes(self.scratch())
-
-
-class Shares(NamedTuple):
-    """Who reads what.
-
-    Attributes:
-        start: Of each thread block: row, KV head and step its share starts at, steps in it, segments in it.
-        rows: Of each row: steps of all rows before it (times KV heads), its own steps, steps of a share.
-    """
-
-    start: Int32[Array, "ctas 5"]
-    rows: Int32[Array, "rows 3"]
-
-
-def first_step(context: Any, config: DecodeConfig) -> Any:
-    """First step of a row in which anything is visible."""
-    return 0 if config.window is None else jnp.maximum(context - config.window, 0) // config.tile_kv
-
-
-def share_out(context_len: Int32[Array, " rows"], num_single: Int32[Array, ""], config: DecodeConfig) -> Shares:
-    """Cut the KV of the first `num_single` rows into equal shares."""
-    rows = jnp.arange(len(context_len), dtype=jnp.int32)
-    steps = -(-context_len // config.tile_kv) - first_step(context_len, config)
-    steps = jnp.where(rows < num_single, jnp.maximum(steps, 1), 0)
-    ends = jnp.cumsum(steps) * config.kv_heads
-    share = jnp.maximum(-(-ends[-1] // config.num_ctas), 1)
-    begin = jnp.minimum(jnp.arange(config.num_ctas, dtype=jnp.int32) * share, ends[-1])
-    count = jnp.minimum(share, ends[-1] - begin)
-
-    def place(at: Int32[Array, " ctas"]) -> tuple[Int32[Array, " ctas"], ...]:
-        row = jnp.minimum(jnp.sum(ends[None] <= at[:, None], axis=1, dtype=jnp.int32), len(rows) - 1)
-        length = jnp.maximum(steps[row], 1)
-        inside = at - (ends[row] - length * config.kv_heads)
-        return row, inside // length, inside % length
-
-    row, head, step = place(begin)
-    last_row, last_head, _ = place(jnp.maximum(begin + count - 1, 0))
-    segments = jnp.where(count > 0, (last_row - row) * config.kv_heads + last_head - head + 1, 0)
-    start = jnp.stack([row, head, step, count, segments], axis=1).astype(jnp.int32)
-    return Shares(start, jnp.stack([ends - steps * config.kv_heads, steps, jnp.full_like(steps, share)], axis=1))
-
-
-class _Segment(NamedTuple):
-    """A stretch of one row and KV head; `number` of the share's."""
-
-    number: jax.Array
-    steps: Steps
 
 
 @functools.partial(jax.jit, static_argnames=("config", "interpret"))
@@ -228,29 +182,10 @@ def _body(
         _compute_share(config, context_len, start, out, lse, scratch)
 
 
-def _each_segment(config: DecodeConfig, context_len: Any, start: Any, visit: Any) -> tuple[jax.Array, jax.Array]:
-    """Call `visit` with each segment of this thread block's share; answers the share's segments and steps."""
-    cta = lax.axis_index("cta")
-    row, head, step, steps, segments = (start[cta, i] for i in range(5))
-
-    def one(number: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        row, head, step, before = state
-        context = context_len[row]
-        first = first_step(context, config)
-        whole = jnp.maximum(lax.div(context + (config.tile_kv - 1), jnp.int32(config.tile_kv)) - first, 1)
-        count = jnp.minimum(whole - step, steps - before)
-        visit(_Segment(number, Steps(row, head, context, first + step, count, before)))
-        is_last = head + 1 == config.kv_heads
-        return jnp.where(is_last, row + 1, row), jnp.where(is_last, 0, head + 1), jnp.int32(0), before + count
-
-    lax.fori_loop(0, segments, one, (row, head, step, jnp.int32(0)))
-    return segments, steps
-
-
 def _copy_share(
     config: DecodeConfig, q: Any, kv: dict[str, Any], table: Any, context_len: Any, start: Any, at: dict[str, Any]
 ) -> None:
-    def segment(s: _Segment) -> None:
+    def segment(s: Segment) -> None:
         buffer = lax.rem(s.number, jnp.int32(config.query_buffers))
 
         @pl.when(s.number >= config.query_buffers)
@@ -261,7 +196,7 @@ def _copy_share(
         plgpu.copy_gmem_to_smem(q.at[s.steps.row * config.kv_heads + s.steps.head], tile, at["q_full"].at[buffer])
         copy_steps(config, s.steps, kv, table, at)
 
-    segments, steps = _each_segment(config, context_len, start, segment)
+    segments, steps = each_segment(config, context_len, start, segment)
     observe(at["q_free"], segments, config.query_buffers)
     observe(at["k_free"], steps, config.stages)
     observe(at["v_free"], steps, config.stages)
@@ -271,7 +206,7 @@ def _compute_share(config: DecodeConfig, context_len: Any, start: Any, out: Any,
     wg = lax.axis_index("wg")
     cta = lax.axis_index("cta")
 
-    def segment(s: _Segment) -> None:
+    def segment(s: Segment) -> None:
         buffer = lax.rem(s.number, jnp.int32(config.query_buffers))
         plgpu.barrier_wait(at["q_full"].at[buffer])
         skip = lax.rem(s.steps.before + wg, jnp.int32(2))
@@ -307,7 +242,7 @@ def _compute_share(config: DecodeConfig, context_len: Any, start: Any, out: Any,
                 plgpu.wait_smem_to_gmem(0)
                 plgpu.barrier_arrive(at["out_free"])
 
-    segments, _ = _each_segment(config, context_len, start, segment)
+    segments, _ = each_segment(config, context_len, start, segment)
 
     @pl.when((wg == 1) & (segments > 0))
     def _observe_last() -> None:

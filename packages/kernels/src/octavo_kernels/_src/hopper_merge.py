@@ -6,16 +6,15 @@ Knows where partial results lie and how many there are. Knows nothing of KV.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float32, Int32
+from jaxtyping import Array, BFloat16, Float, Float32, Int32
 
-from octavo_kernels._src.hopper_decode import DecodeConfig
 from octavo_kernels._src.mosaic import FLOOR, LOG2E
 
 LANES = 128
@@ -23,13 +22,34 @@ LANES = 128
 THREADS = plgpu.Layout.WG_STRIDED((LANES,), 1)
 
 
+@runtime_checkable
+class Merged(Protocol):
+    """What merging needs of a kernel's configuration."""
+
+    @property
+    def group(self) -> int:
+        """Rows of an answer."""
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of a partial result."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Answers of a row."""
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a row of an answer."""
+
+
 @functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def merge(
-    partial: Float32[Array, "slots group_rows head_dim"],
+    partial: Float[Array, "slots group_rows head_dim"],
     lse: Float32[Array, "slots group_rows"],
     rows: Int32[Array, "rows 3"],
     sinks: Float32[Array, " q_heads"] | None,
-    config: DecodeConfig,
+    config: Merged,
     interpret: Any = None,
 ) -> BFloat16[Array, "rows kv_heads group_rows head_dim"]:
     """The answer of every row with a share; other rows, and group rows beyond the group, hold anything.
@@ -61,7 +81,7 @@ def merge(
     return run(flat, lse, rows, *extra).reshape(shape)
 
 
-def _body(config: DecodeConfig, with_sinks: bool, partial: Any, lse: Any, rows: Any, *rest: Any) -> None:
+def _body(config: Merged, with_sinks: bool, partial: Any, lse: Any, rows: Any, *rest: Any) -> None:
     row, head, chunk = (lax.axis_index(name) for name in ("row", "head", "chunk"))
     out = rest[-1]
     before, steps, share = rows[row, 0] + head * rows[row, 1], rows[row, 1], rows[row, 2]
@@ -77,9 +97,12 @@ def _body(config: DecodeConfig, with_sinks: bool, partial: Any, lse: Any, rows: 
     def by_row(read: Any) -> jax.Array:
         """One number per group row, repeated over the row's elements in this chunk."""
         found = vector(read(group_row))
-        for i in range(1, LANES // config.head_dim):
+        if config.head_dim % LANES == 0:
+            return found
+        for i in range(1, max(LANES // config.head_dim, 2)):
             lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=THREADS)
-            found = jnp.where(lane >= i * config.head_dim, vector(read(group_row + i)), found)
+            begin = (group_row + i) * config.head_dim - chunk * LANES
+            found = jnp.where(lane >= begin, vector(read(jnp.minimum(group_row + i, config.group_rows - 1))), found)
         return found
 
     def one(slot: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -87,7 +110,7 @@ def _body(config: DecodeConfig, with_sinks: bool, partial: Any, lse: Any, rows: 
         level = by_row(lambda r: lse[slot, r])
         new_top = jnp.maximum(top, level)
         fade, weight = jnp.exp2(top - new_top), jnp.exp2(level - new_top)
-        value = plgpu.layout_cast(partial.at[slot, lanes][...], THREADS)
+        value = plgpu.layout_cast(partial.at[slot, lanes][...], THREADS).astype(jnp.float32)
         return acc * fade + value * weight, new_top, total * fade + weight
 
     top = by_row(lambda r: rest[0][head * config.group + r]) if with_sinks else vector(FLOOR)

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from octavo_kernels._src.hopper import MULTIPROCESSORS
 from octavo_kernels._src.hopper_decode import DecodeConfig
+from octavo_kernels._src.hopper_latent import LatentConfig
 from octavo_kernels._src.hopper_tiles import PrefillConfig
 from octavo_kernels._src.mosaic import MAX_SMEM_BYTES
 
@@ -111,6 +112,44 @@ def configs(
     return (
         _fitted(decode, (64,), chosen.decode_tile_kv, chosen.decode_stages),
         _fitted(long, (128, 64), chosen.prefill_tile_kv, chosen.prefill_stages),
+    )
+
+
+def latent_config(
+    q_heads: int,
+    pool: tuple[int, ...],
+    scale: float,
+    choices: HopperChoices | None = None,
+    *,
+    softcap: float | None = None,
+    stored: str = "bfloat16",
+    single: bool = False,
+    interpreted: bool = False,
+) -> LatentConfig:
+    """What the kernel over MLA latents is compiled for. Shared memory leaves nothing to choose: queries and two steps of 64 tokens fill it.
+
+    Args:
+        q_heads: Query heads.
+        pool: [blocks, 1, block_size, head_dim].
+        scale: Of the scores.
+        choices: Of thread blocks.
+        softcap: Of the scores.
+        stored: Name of the pool's element type.
+        single: No step has more tokens than rows: a tile of one token each, so that only its rows are written.
+        interpreted: For the interpreter.
+    """
+    fold, heads = fold_of(q_heads)
+    return LatentConfig(
+        heads=heads,
+        tile_q=1 if single else MAX_GROUP // heads,
+        kv_heads=fold,
+        head_dim=pool[3],
+        block_size=pool[2],
+        scale=scale,
+        soft_cap=softcap,
+        num_ctas=(choices and choices.num_ctas) or MULTIPROCESSORS,
+        stored=stored,
+        interpreted=interpreted,
     )
 
 
