@@ -26,8 +26,8 @@ from octavo_kernels._src.hopper_attention import LATENT_DIMS
 from octavo_kernels._src.hopper_decode import partial_results
 from octavo_kernels._src.hopper_latent_step import attend_latents
 from octavo_kernels._src.hopper_merge import merge
-from octavo_kernels._src.hopper_shares import share_out
 from octavo_kernels._src.hopper_prefill import prefill
+from octavo_kernels._src.hopper_shares import share_out
 from octavo_kernels._src.hopper_tiles import cut
 from octavo_kernels._src.hopper_tuning import Rules, configs, latent_config
 from octavo_kernels._src.mosaic import MAX_SMEM_BYTES, PART

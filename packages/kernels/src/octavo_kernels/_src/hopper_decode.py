@@ -92,8 +92,8 @@ class DecodeConfig:
         arrivals = self.tile_blocks * (2 if self.has_scales else 1)
         return {
             "q": mosaic.tiled((self.query_buffers, WARPGROUP_ROWS, self.head_dim), jnp.bfloat16),
-            "k": mosaic.tiled(shape, self.stored, mosaic.SLICE),
-            "v": mosaic.tiled(shape, self.stored, mosaic.SLICE),
+            "k": mosaic.tiled(shape, self.stored),
+            "v": mosaic.tiled(shape, self.stored),
             "k_scale": plgpu.SMEM(shape[:2], jnp.float32) if self.has_scales else None,
             "v_scale": plgpu.SMEM(shape[:2], jnp.float32) if self.has_scales else None,
             "wide": mosaic.tiled(wide, jnp.bfloat16) if self.has_scales else None,

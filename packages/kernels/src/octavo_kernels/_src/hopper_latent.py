@@ -300,7 +300,8 @@ def _step(
     plgpu.barrier_wait(at["k_full"].at[stage])
     scale = mosaic.by_column(at["k_scale"].at[stage, _tokens(config, mine)]) if config.has_scales and is_scoring else None
     if config.has_scales:
-        mosaic.widen(mosaic.columns(latents, *cut), mosaic.columns(at["wide"], *cut), 0, hidden)
+        both = mosaic.columns(latents, *cut), mosaic.columns(at["wide"], *cut)
+        mosaic.by_slice(both, lambda narrow, wide: mosaic.widen(narrow, wide, 0, hidden))
         plgpu.barrier_arrive(at["k_free"].at[stage])
         latents = at["wide"]
         _meet(at)
@@ -317,7 +318,8 @@ def _step(
         mosaic.columns(at["weights"], mine * config.half, config.half)[...] = weights.astype(jnp.bfloat16)
     if not config.has_scales:
         own = mosaic.columns(latents, *cut)
-        pl.when(hidden < config.tile_kv)(lambda: mosaic.clear_hidden(own, 0, hidden))
+        clear = functools.partial(mosaic.clear_hidden, first=0, stop=hidden)
+        pl.when(hidden < config.tile_kv)(lambda: mosaic.by_slice((own,), clear))
     acc = acc * mosaic.down(fade, acc.shape)
     _meet(at)
     weights = plgpu.layout_cast(at["weights"][...], WGMMA)

@@ -53,7 +53,11 @@ def cut_latents(batch: AttentionBatch, tokens: int, tile_q: int) -> LatentTiles:
 
 
 def attend_latents(
-    q: BFloat16[Array, "tokens q_heads head_dim"], pools: dict[str, Array], batch: AttentionBatch, config: LatentConfig, interpret: Any
+    q: BFloat16[Array, "tokens q_heads head_dim"],
+    pools: dict[str, Array],
+    batch: AttentionBatch,
+    config: LatentConfig,
+    interpret: Any,
 ) -> BFloat16[Array, "tokens q_heads head_dim"]:
     """Weighted sums of whole latents; padding tokens get anything."""
     tokens, q_heads, head_dim = q.shape

@@ -29,7 +29,7 @@ SWIZZLE_BYTES: Final = (128, 64, 32)
 PART: Final = 128
 """Widest accumulator of one product, in elements; answers of wider heads are summed in parts."""
 SLICE: Final = 64
-"""Columns that are widened or cleared at once."""
+"""Columns of a narrow part, where registers are few."""
 TILE_ROWS: Final = 8
 """Rows of a shared-memory tile; copies between memories move multiples of it."""
 WARPGROUP_ROWS: Final = 64
@@ -47,7 +47,7 @@ WGMMA: Final = plgpu.Layout.WGMMA
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, width: int | None = None) -> Any:
-    """Shared memory in the tiles that copies and matrix units agree on; they divide `width` columns, or all."""
+    """Shared memory in the tiles that copies and matrix units agree on, as wide as divide `width` columns, or all."""
     size = jnp.dtype(dtype).itemsize
     swizzle = next(bytes_ for bytes_ in SWIZZLE_BYTES if (width or shape[-1]) * size % bytes_ == 0)
     return plgpu.SMEM(
@@ -55,9 +55,9 @@ def tiled(shape: tuple[int, ...], dtype: Any, width: int | None = None) -> Any:
     )
 
 
-def parts(width: int, most: int = PART) -> tuple[tuple[int, int], ...]:
-    """First element and size of the parts, of at most `most` elements, that answers of so many elements are summed in."""
-    return tuple((begin, min(most, width - begin)) for begin in range(0, width, most))
+def parts(width: int) -> tuple[tuple[int, int], ...]:
+    """First element and size of the parts that answers of so many elements are summed in."""
+    return tuple((begin, min(PART, width - begin)) for begin in range(0, width, PART))
 
 
 def columns(ref: Any, begin: int, size: int) -> Any:
@@ -107,32 +107,16 @@ def widen(narrow: Any, wide: Any, first: Any = None, stop: Any = None) -> None:
 
     Exact, and through registers: wgmma takes no two types, and a scale a token is not for it to apply.
     """
-
-    def one(at: Any, row: int) -> None:
-        values = _load(narrow.at[at], WGMMA).astype(jnp.float16).astype(jnp.float32)
-        if first is not None:
-            number = index(values.shape, 0) + row
-            values = jnp.where((number >= first) & (number < stop), values, jnp.zeros_like(values))
-        wide.at[at][...] = values.astype(jnp.bfloat16)
-
-    _by_slice(narrow.shape, one)
+    rows, width = narrow.shape
+    for row in range(0, rows, WARPGROUP_ROWS):
+        for begin, size in parts(width):
+            at = (pl.ds(row, WARPGROUP_ROWS), pl.ds(begin, size))
+            values = _load(narrow.at[at], WGMMA).astype(jnp.float16).astype(jnp.float32)
+            if first is not None:
+                number = index((WARPGROUP_ROWS, size), 0) + row
+                values = jnp.where((number >= first) & (number < stop), values, jnp.zeros_like(values))
+            wide.at[at][...] = values.astype(jnp.bfloat16)
     plgpu.commit_smem()
-
-
-def _by_slice(shape: tuple[int, int], visit: Callable[[Any, int], None]) -> None:
-    """Call `visit` with the index and first row of each square of a matrix in shared memory; along a row in a loop, which takes the registers of
-    one square where unrolled code would keep addresses of all."""
-    for row in range(0, shape[0], WARPGROUP_ROWS):
-        rows = pl.ds(row, WARPGROUP_ROWS)
-
-        def one(i: Any, _: tuple[()] = (), rows: Any = rows, row: int = row) -> tuple[()]:
-            visit((rows, pl.ds(i if isinstance(i, int) else pl.multiple_of(i * SLICE, SLICE), SLICE)), row)
-            return ()
-
-        if shape[1] == SLICE:
-            one(0)
-        else:
-            lax.fori_loop(0, shape[1] // SLICE, one, ())
 
 
 def _load(ref: Any, layout: Any) -> jax.Array:
@@ -188,11 +172,24 @@ def weighted_sums(
 
 def clear_hidden(values: Any, first: Any, stop: jax.Array) -> None:
     """Zero the rows of a tile in shared memory outside [first, stop): stale memory may hold NaN, and NaN times 0 is NaN."""
-
-    def one(at: Any, row: int) -> None:
-        loaded = plgpu.layout_cast(values.at[at][...], WGMMA)
-        number = index(loaded.shape, 0) + row
-        values.at[at][...] = jnp.where((number >= first) & (number < stop), loaded, jnp.zeros_like(loaded))
-
-    _by_slice(values.shape, one)
+    rows, width = values.shape
+    for row in range(0, rows, WARPGROUP_ROWS):
+        for begin, size in parts(width):
+            tile = values.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(begin, size)]
+            number = index((WARPGROUP_ROWS, size), 0) + row
+            loaded = plgpu.layout_cast(tile[...], WGMMA)
+            tile[...] = jnp.where((number >= first) & (number < stop), loaded, jnp.zeros_like(loaded))
     plgpu.commit_smem()
+
+
+def by_slice(matrices: tuple[Any, ...], visit: Callable[..., None]) -> None:
+    """Call `visit` with the same `SLICE` columns of each matrix in shared memory, in a loop: it takes the registers of one slice, where unrolled
+    code would keep addresses of all."""
+    rows, width = matrices[0].shape
+
+    def one(i: jax.Array, _: tuple[()]) -> tuple[()]:
+        at = pl.ds(0, rows), pl.ds(pl.multiple_of(i * SLICE, SLICE), SLICE)
+        visit(*(matrix.at[at] for matrix in matrices))
+        return ()
+
+    lax.fori_loop(0, width // SLICE, one, ())
