@@ -75,10 +75,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         prefill_tokens: Prompt tokens in the step.
         context_tokens: KV tokens visible to all rows together.
         bucket_tokens, bucket_rows: The compiled shape that ran.
-        device_s: Seconds from dispatch until the step's tokens were on the host.
-        host_s: Seconds the device waited for the host: from the end of the step before it, where one ran, to its dispatch.
+        device_s: Seconds until the step's tokens were on the host, from its start or from the end of the step before it.
+        host_s: Seconds the device waited for the host: from the end of the step before it, where one ran, to its start.
         plan_s: Seconds of planning, hidden behind the step before it or part of `host_s`.
-        output_s: Seconds of handing out its tokens.
+        output_s: Seconds of taking note of its tokens, hidden behind the step after it where one was dispatched.
         num_running, num_waiting, num_free_blocks: After planning.
         preempted: Request id of the sequence that gave up its blocks, or None.
         prefill_pairs: For each prompt token of the step, the tokens it sees, itself included: what attention of prompts costs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from typing import Any
 
@@ -23,7 +24,7 @@ class PromptScores:
 
     sequence: Sequence
     targets: list[int]
-    parts: list[tuple[Any, Any, Any, Any]]
+    parts: concurrent.futures.Future[list[tuple[Any, Any, Any, Any]]]
 
     def collect(self) -> None:
         """Append them to the sequence; the first prompt token has none."""
@@ -31,7 +32,7 @@ class PromptScores:
         if not scores:
             scores.append(None)
         done = 0
-        for part in self.parts:
+        for part in self.parts.result():
             arrays = _host(Sampled(np.asarray(self.targets[done:], np.int32), *part))
             count = min(len(arrays.logprob), len(self.targets) - done)
             scores.extend(_entry(arrays, i, most) for i in range(count))

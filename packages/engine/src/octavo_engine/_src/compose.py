@@ -29,7 +29,7 @@ from octavo_engine._src import host, huge_pages, kv_events_config, plug, sizing,
 from octavo_engine._src.cluster import Follower, Leader, join
 from octavo_engine._src.compiles import CompileCounter
 from octavo_engine._src.compose_tiers import build_tiers
-from octavo_engine._src.core import EngineCore, Overlap
+from octavo_engine._src.core import EngineCore
 from octavo_engine._src.device import DevicePrograms, DeviceState
 from octavo_engine._src.kv_events import KVEvents
 from octavo_engine._src.leading import FollowingRunner, LeadingRunner
@@ -58,6 +58,7 @@ SWITCH_INTERVAL_S = 0.001
 """Seconds after which Python's threads hand over: the default of 5 ms would stand beside every step."""
 
 Table = list[tuple[str, str, str]]
+_OVERLAPS = {True: ("on", "the next step is planned and dispatched while one runs"), False: ("off", "--no-async-scheduling")}
 
 
 @dataclasses.dataclass
@@ -226,23 +227,33 @@ def _build_joined(config: EngineConfig, logs: Logs, kv_events: KVEvents | None, 
         told = f"rank 0 of them, --master-port {config.master_port}"
         table.append(("nodes", str(config.nnodes), f"{told}; one that is silent for {config.node_timeout_s:g} s counts as dead"))
     cache = make_cache(spec)
+    in_thread = on_cpu and config.async_scheduling
     if leader is None:
         kept = kept_programs(config, checkpoint.path, checkpoint.config, groups, spec, card, [row[:2] for row in table])
-        runner = ModelRunner(programs, state, max_blocks=spec.max_blocks, kept=kept)
+        runner = ModelRunner(programs, state, max_blocks=spec.max_blocks, kept=kept, in_thread=in_thread)
     else:  # stored programs are one node's
         kept = Programs(None)
-        runner = LeadingRunner(programs, state, max_blocks=spec.max_blocks, leader=leader)
+        runner = LeadingRunner(programs, state, max_blocks=spec.max_blocks, leader=leader, in_thread=in_thread)
     planner = _compile(config, runner, cache, make_scheduler, nobody, seqs, on_cpu, pads_free, kept, table)
     compiles = CompileCounter()
     template = jax.tree.map(np.array, nobody)
-    overlap = _overlap(config, on_cpu, table)
+    table.append(("overlap", *_OVERLAPS[config.async_scheduling]))
     if kv_events is not None:
         kv_events.begin(groups, spec.block_size)
         table.append(("KV events", *kv_events.told))
     offload = build_tiers(config, checkpoint, loaded, attention, runner, planner, cache, table)
     recording = _recording(planner, logs.recorder)
     core = EngineCore(
-        config, card, planner, runner, template, logs, kv_events, overlap=overlap, offload=offload, recording=recording
+        config,
+        card,
+        planner,
+        runner,
+        template,
+        logs,
+        kv_events,
+        overlap=config.async_scheduling,
+        offload=offload,
+        recording=recording,
     )
     if on_cpu:
         table.append(("memory pages", *huge_pages.begin((programs.params, runner.kv))))
@@ -333,15 +344,6 @@ def _attention(config: EngineConfig, groups: tuple[KVGroupSpec, ...], mesh: Mesh
     divided = "whole experts and heads" if config.expert_parallel else "heads and widths"
     table.append(("devices", str(mesh.size), f"--tensor-parallel-size; {divided} are divided among them"))
     return DividedAttention(chosen.backend, mesh)
-
-
-def _overlap(config: EngineConfig, on_cpu: bool, table: Table) -> Overlap:
-    if not config.async_scheduling:
-        table.append(("overlap", "off", "--async-scheduling"))
-        return "off"
-    overlap: Overlap = "beside" if on_cpu else "in flight"
-    table.append(("overlap", overlap, "the next step is planned meanwhile"))
-    return overlap
 
 
 def _prefix_cache(config: EngineConfig, table: Table) -> Callable[[CacheSpec], PrefixCache[Any]]:

@@ -1,20 +1,19 @@
 """The step loop, one turn at a time: take in, plan, dispatch, collect. Single-threaded; whoever calls `turn` owns it.
 
 Who owns what: the queue and `Sequence` records belong to the host; a slot belongs to a sequence from its arrival until the plan
-that releases it; blocks belong to the cache's state, which the planner owns; KV bytes to the runner. With overlap step k+1 is
-planned before step k's tokens are read, so what the host learns reaches the scheduler one or two steps late.
+that releases it; blocks belong to the cache's state, which the planner owns; KV bytes to the runner. With overlap step k+1 is planned
+and dispatched while step k runs, so what the host learns reaches the scheduler one or two steps late.
 
 Size: the one loop, whose order of events is easier to follow in one place.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import random
 import time
 from collections import Counter, deque
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import msgspec
@@ -33,7 +32,7 @@ from octavo_engine._src.planner import Planner
 from octavo_engine._src.recording import Recording
 from octavo_engine._src.runner import Dispatched, ModelRunner
 from octavo_engine._src.sequence import NO_DEADLINE, Sequence
-from octavo_engine._src.turns import Ahead, InFlight, Inline
+from octavo_engine._src.turns import InFlight
 from octavo_engine._src.validate import check_request
 from octavo_engine.config import EngineConfig
 
@@ -41,11 +40,6 @@ _LOG = logging.getLogger(__name__)
 
 _LOADING_S = 0.002
 """How long a turn waits where all there is to do is to wait for bytes."""
-
-Overlap = Literal["off", "beside", "in flight"]
-"""`beside`: where a dispatch returns when the step is done (a CPU), the next plan is made in a second thread meanwhile. `in flight`:
-where it returns at once (an accelerator), the next step is planned and dispatched before this one is read. Either way a plan
-knows the results up to the step before the last."""
 
 
 class EngineCore:
@@ -60,7 +54,7 @@ class EngineCore:
         sampling_template: NumPy arrays in the shape of the sampler's arrivals.
         logs: Where steps and finished sequences are written.
         kv_events: Told what each step changed in the cache; None: nobody is.
-        overlap: How planning hides behind computing, see `Overlap`.
+        overlap: The next step is planned and dispatched before this one is read: a plan knows the results up to the step before the last.
         offload: Tiers of KV below the device; None: there are none.
         recording: Told what the scheduler is told; None: nobody is.
     """
@@ -75,13 +69,11 @@ class EngineCore:
         logs: Logs,
         kv_events: KVEvents | None,
         *,
-        overlap: Overlap,
+        overlap: bool,
         offload: Offload | None = None,
         recording: Recording | None = None,
     ) -> None:
         self._overlap, self.offload, self._recording = overlap, offload, recording
-        self._planning = concurrent.futures.ThreadPoolExecutor(1, "octavo-planner") if overlap == "beside" else Inline()
-        self._ahead: Ahead | None = None
         self._ready_s = 0.0
         self.config, self.card = config, card
         self.planner, self._runner, self._logs, self._kv_events = planner, runner, logs, kv_events
@@ -163,7 +155,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """A turn would do something."""
-        return bool(self._live or self._in_flight or self._leaving or self._outbox or self._ahead)
+        return bool(self._live or self._in_flight or self._leaving or self._outbox)
 
     # One turn ---------------------------------------------------------------------------------------------------------
 
@@ -180,7 +172,7 @@ class EngineCore:
         if not self.has_work:
             offload.idle()
         outputs = self._turn()
-        if not (outputs or self._in_flight or self._ahead) and 0 < offload.num_loading == len(self._live):
+        if not (outputs or self._in_flight) and 0 < offload.num_loading == len(self._live):
             offload.wait(_LOADING_S)
         offload.is_amid_turn = False
         return outputs
@@ -189,19 +181,16 @@ class EngineCore:
         if not self.has_work:
             self._ready_s = 0.0
             return []
-        ahead, self._ahead = self._ahead or self._start_plan(), None
-        plan, plan_s = self._finish_plan(ahead)
+        plan, plan_s = self._plan()
         if int(plan.num_rows):
-            if self._overlap == "beside":
-                self._ahead = self._start_plan()
             self._dispatch(plan, plan_s)
-        keep = 1 if self._overlap == "in flight" and int(plan.num_rows) else 0
+        keep = 1 if self._overlap and int(plan.num_rows) else 0
         while len(self._in_flight) > keep:
             self._collect()
         return self._drain()
 
-    def _start_plan(self) -> Ahead:
-        """Give free slots to queued sequences and begin the next plan: beside the running step, or here and now."""
+    def _plan(self) -> tuple[StepPlan, float]:
+        """Give free slots to queued sequences and plan the next step; how long planning took."""
         self._end_those_that_waited_too_long()
         for arrived in self.offload.arrived() if self.offload is not None else ():
             self._queue.push(arrived)
@@ -227,7 +216,9 @@ class EngineCore:
             arrivals = fill_arrivals(self.planner.empty_arrivals(), newcomers, use_prefix=self.config.enable_prefix_caching)
         result, self._result = self._result, self.planner.empty_result()
         leaving, self._leaving = self._leaving, []
-        return Ahead(self._planning.submit(self._run_planner, arrivals, result), leaving)
+        plan, plan_s = self._run_planner(arrivals, result)
+        self._follow(plan, leaving)
+        return plan, plan_s
 
     def _end_those_that_waited_too_long(self) -> None:
         """Sequences that waited `max_queue_s` for their first step end with an error; looked for ten times in that time."""
@@ -255,26 +246,25 @@ class EngineCore:
             offload.lend(plan)
         return plan, time.monotonic() - start_s
 
-    def _finish_plan(self, ahead: Ahead) -> tuple[StepPlan, float]:
-        plan, plan_s = ahead.plan.result()
+    def _follow(self, plan: StepPlan, leaving: list[int]) -> None:
+        """What a plan says of blocks and slots."""
         if self._recording is not None:
             self._recording.planned(plan)
-            for slot in ahead.leaving:
+            for slot in leaving:
                 self._recording.left(slot)
             if int(plan.num_rows):
                 self._calls = self._recording.take()
-        self._occupancy.follow(plan, ahead.leaving)
+        self._occupancy.follow(plan, leaving)
         if self._kv_events is not None:  # while the slots of those who leave still name them
             self._kv_events.take(plan.events, self._slots)
         if self.offload is not None:
             self.offload.follow(plan, self._slots)
-        for slot in ahead.leaving:
+        for slot in leaving:
             self._slots[slot] = None
             self._free_slots.append(slot)
         self._waiting_in_plan = int(plan.num_waiting)
         self._gauges["running"] = int(plan.num_running)
         self._gauges["free"], self._gauges["evictable"] = int(plan.events.num_free[0]), int(plan.events.num_evictable[0])
-        return plan, plan_s
 
     def _dispatch(self, plan: StepPlan, plan_s: float) -> None:
         num_rows = int(plan.num_rows)
@@ -289,11 +279,10 @@ class EngineCore:
                 if self.offload is not None and sequence.cached_len:
                     self.offload.reuse(sequence, np.asarray(plan.block_table[0, i]), sequence.cached_len)
         preempted = self._note_preemption(int(plan.preempted), int(plan.lost_len))
-        idle_s = max(0.0, time.monotonic() - self._ready_s) if self._ready_s else plan_s
         dispatched = self._runner.dispatch(plan)
         scores = self._score_prompts(dispatched, rows) if any(s is not None and s.wants_prompt_scores for s in rows) else []
         told = (self._calls, found)
-        self._in_flight.append(InFlight(self._count["steps"], dispatched, rows, scores, plan_s, idle_s, preempted, told))
+        self._in_flight.append(InFlight(self._count["steps"], dispatched, rows, scores, plan_s, preempted, told))
         self._count["steps"] += 1
 
     def _note_first_step(self, sequence: Sequence, cached_len: int) -> None:
@@ -336,10 +325,13 @@ class EngineCore:
         """Read the oldest step in flight: extend its sequences, note who ended."""
         flight = self._in_flight.popleft()
         dispatched = flight.dispatched
-        ids = dispatched.wait()
-        now_s = time.monotonic()
-        self._note_cost(flight, now_s)
-        self._ready_s = now_s
+        ids, ran = dispatched.wait()
+        assert ran.ended_s is not None
+        now_s, ended_s = time.monotonic(), ran.ended_s
+        host_s = max(0.0, ran.started_s - self._ready_s) if self._ready_s else flight.plan_s
+        step_s = ended_s - max(ran.started_s, self._ready_s)
+        self._note_cost(flight, step_s)
+        self._ready_s = ended_s
         for scores in flight.scores:
             scores.collect()
         ended = [flight.rows[row] for row in dispatched.ending]
@@ -348,20 +340,20 @@ class EngineCore:
             for i, s in enumerate(ended)
             if s is not None and s.finish is None and s.request.sampling.logprobs is not None
         }
-        scored = token_scores(dispatched.sampled, wanted) if dispatched.sampled is not None and wanted else {}
+        scored = token_scores(ran.sampled, wanted) if ran.sampled is not None and wanted else {}
         for i, sequence in enumerate(ended):
             if sequence is not None and sequence.finish is None:
                 self._accept(sequence, ids[i], scored.get(i), now_s)
-        self._log_step(flight, now_s)
+        self._log_step(flight, ran.started_s, (step_s, host_s, time.monotonic() - now_s))
 
-    def _note_cost(self, flight: InFlight, now_s: float) -> None:
+    def _note_cost(self, flight: InFlight, step_s: float) -> None:
         """Tell the scheduler how long the step took, from when the device was free for it."""
         plan = flight.dispatched.plan
         num_single = int(plan.num_single)
         if self.offload is not None:
-            self.offload.learn(now_s - max(flight.dispatched.started_s, self._ready_s), int(plan.num_tokens) - num_single)
+            self.offload.learn(step_s, int(plan.num_tokens) - num_single)
         self._result = self._result._replace(
-            step_s=np.float32(now_s - max(flight.dispatched.started_s, self._ready_s)),  # type: ignore[arg-type]
+            step_s=np.float32(step_s),  # type: ignore[arg-type]
             num_decodes=np.int32(num_single),  # type: ignore[arg-type]
             num_prefill_tokens=np.int32(int(plan.num_tokens) - num_single),  # type: ignore[arg-type]
         )
@@ -394,24 +386,24 @@ class EngineCore:
 
     # Looking in -------------------------------------------------------------------------------------------------------
 
-    def _log_step(self, flight: InFlight, ready_s: float) -> None:
+    def _log_step(self, flight: InFlight, started_s: float, spent_s: tuple[float, float, float]) -> None:
         if not self._logs.wants_steps:
             return
         plan, dispatched = flight.dispatched.plan, flight.dispatched
-        output_s = time.monotonic() - ready_s
+        device_s, host_s, output_s = spent_s
         num_rows, num_single = int(plan.num_rows), int(plan.num_single)
         self._logs.step(
             StepRecord(
                 step=flight.step,
-                time_s=dispatched.started_s - self._started_s,
+                time_s=started_s - self._started_s,
                 num_decodes=num_single,
                 num_prefills=num_rows - num_single,
                 prefill_tokens=int(plan.num_tokens) - num_single,
                 context_tokens=int(plan.context_len[:num_rows].sum()),
                 bucket_tokens=dispatched.bucket.tokens,
                 bucket_rows=dispatched.bucket.rows,
-                device_s=ready_s - dispatched.started_s,
-                host_s=flight.host_s,
+                device_s=device_s,
+                host_s=host_s,
                 plan_s=flight.plan_s,
                 output_s=output_s,
                 num_running=int(plan.num_running),

@@ -5,6 +5,7 @@ Knows which calls of a runner touch the device; knows no plan's meaning. What is
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +15,7 @@ import jax
 from octavo_core.errors import EngineDeadError, FrameError
 from octavo_core.plan import SamplingArrivals, StepPlan, from_bytes, to_bytes
 from octavo_engine._src.cluster import Follower, Leader
-from octavo_engine._src.runner import Dispatched, ModelRunner
+from octavo_engine._src.runner import Dispatched, ModelRunner, Ran
 from octavo_engine._src.sizing import Bucket
 
 
@@ -24,11 +25,11 @@ class _Shared(Dispatched):
 
     leader: Leader | None = None
 
-    def wait(self) -> list[int]:
+    def wait(self) -> tuple[list[int], Ran]:
         """As `Dispatched.wait`."""
         assert self.leader is not None
-        ids: list[int] = self.leader.run(super().wait)
-        return ids
+        answer: tuple[list[int], Ran] = self.leader.run(super().wait)
+        return answer
 
 
 class LeadingRunner(ModelRunner):
@@ -77,12 +78,18 @@ class LeadingRunner(ModelRunner):
         fields = {field.name: getattr(done, field.name) for field in dataclasses.fields(Dispatched)}
         return _Shared(**fields, leader=self._leader)
 
-    def score(self, dispatched: Dispatched, at: list[int], targets: list[int]) -> list[tuple[Any, Any, Any, Any]]:
-        """As `ModelRunner.score`, of the newest step."""
+    def score(
+        self, dispatched: Dispatched, at: list[int], targets: list[int]
+    ) -> concurrent.futures.Future[list[tuple[Any, Any, Any, Any]]]:
+        """As `ModelRunner.score`, of the newest step; returns when it is done."""
         score = super().score
-        answers: list[tuple[Any, Any, Any, Any]] = self._lead(
-            "score", [at, targets], lambda: jax.block_until_ready(score(dispatched, at, targets))
-        )
+
+        def run() -> concurrent.futures.Future[list[tuple[Any, Any, Any, Any]]]:
+            done = score(dispatched, at, targets)
+            jax.block_until_ready(done.result())
+            return done
+
+        answers: concurrent.futures.Future[list[tuple[Any, Any, Any, Any]]] = self._lead("score", [at, targets], run)
         return answers
 
 

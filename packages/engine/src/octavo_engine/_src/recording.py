@@ -1,7 +1,6 @@
 """What the scheduler is told, written down for the flight recorder: enough to plan the last steps again, without anybody's tokens.
 
-Runs in the planner's thread (`told`) and in the step loop's (the rest), never in both at once for one plan: the loop asks once a plan is
-finished and before the next one begins.
+Runs in the step loop's thread.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import numpy as np
 
 from octavo_core.plan import Sampled, SamplingArrivals, StepPlan
 from octavo_engine._src.device import DevicePrograms, DeviceState, StepInput
+from octavo_engine._src.in_order import InOrder
 from octavo_engine._src.programs import Programs
 from octavo_engine._src.sizing import Bucket, pick
 
@@ -40,28 +41,48 @@ class _Programs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dispatched:
-    """A step on its way: what was asked, and arrays that will hold the answer.
+class Ran:
+    """What a step gives.
 
     Attributes:
         stream: Of the last layer, for prompt scores.
-        ending: Rows that sample, in the order of `sampled`; the rest of `sampled` is padding.
         sampled: None when no row samples.
+        started_s: When its first program was started.
+        ended_s: When the device was done; None where that is known only by waiting for the arrays.
+    """
+
+    stream: Any
+    sampled: Sampled | None
+    started_s: float
+    ended_s: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """A step on its way: what was asked, and what will hold the answer.
+
+    Attributes:
+        ending: Rows that sample, in the order of `Ran.sampled`; the rest of it is padding.
     """
 
     plan: StepPlan
     bucket: Bucket
-    stream: Any
     ending: list[int]
-    sampled: Sampled | None
-    started_s: float
+    ran: concurrent.futures.Future[Ran]
 
-    def wait(self) -> list[int]:
-        """Sampled ids of the rows in `ending`, in that order; blocks until they are there."""
-        if self.sampled is None:
-            jax.block_until_ready(self.stream)
-            return []
-        return np.asarray(self.sampled.token_ids)[: len(self.ending)].tolist()
+    def wait(self) -> tuple[list[int], Ran]:
+        """Sampled ids of the rows in `ending`, in that order, and the rest; blocks until they are there.
+
+        Raises:
+            Exception: What went wrong in this step or in one before it.
+        """
+        ran = self.ran.result()
+        if ran.sampled is None:
+            jax.block_until_ready(ran.stream)
+            ids = []
+        else:
+            ids = np.asarray(ran.sampled.token_ids)[: len(self.ending)].tolist()
+        return ids, ran if ran.ended_s is not None else dataclasses.replace(ran, ended_s=time.monotonic())
 
 
 class _Compiler:
@@ -111,6 +132,7 @@ class ModelRunner:
         max_blocks: Width of a block table.
         threads: Programs traced at the same time.
         kept: Programs of earlier starts.
+        in_thread: Calls of a program return when it is done (a CPU), so steps are run by a thread: whoever dispatches need not wait.
 
     Attributes:
         programs: What it runs.
@@ -120,7 +142,14 @@ class ModelRunner:
     """
 
     def __init__(
-        self, programs: DevicePrograms, state: DeviceState, *, max_blocks: int, threads: int = 2, kept: Programs | None = None
+        self,
+        programs: DevicePrograms,
+        state: DeviceState,
+        *,
+        max_blocks: int,
+        threads: int = 2,
+        kept: Programs | None = None,
+        in_thread: bool = False,
     ) -> None:
         self.programs, self._params, self._state = programs, programs.params, state
         self.compiler = _Compiler(state.last_token.sharding, kept or Programs(None))
@@ -131,14 +160,18 @@ class ModelRunner:
         self._row_sizes: list[int] = []
         self._begin: Any = None
         self._copy: list[Any] = []
+        self._in_thread = in_thread
+        self._jobs = InOrder("octavo-device" if in_thread else None)
 
     @property
     def kv(self) -> tuple[tuple[Any, ...], ...]:
-        """KV of each segment, of each of its layers. Set it to what a program made of it."""
+        """KV of each segment, of each of its layers, after all that was dispatched. Set it to what a program made of it."""
+        self._jobs.wait()
         return self._state.kv
 
     @kv.setter
     def kv(self, kv: tuple[tuple[Any, ...], ...]) -> None:
+        self._jobs.wait()
         self._state = self._state._replace(kv=kv)
 
     @property
@@ -265,19 +298,27 @@ class ModelRunner:
 
     def begin(self, arrivals: SamplingArrivals) -> None:
         """Hand sampling parameters of new sequences to the device."""
-        self._state = self._state._replace(sampler=self._begin(self._state.sampler, arrivals))
+
+        def take_in() -> None:
+            self._state = self._state._replace(sampler=self._begin(self._state.sampler, arrivals))
+
+        self._jobs.submit(take_in)
 
     def dispatch(self, plan: StepPlan) -> Dispatched:
-        """Start a step; answers before it has run."""
-        started_s = time.monotonic()
+        """Start a step, or have it started when those before it are done; answers before it has run."""
         bucket = pick(self._shapes, int(plan.num_tokens), int(plan.num_rows))
         step = _cut(plan, bucket)
-        self._copy_blocks(np.asarray(plan.copies))
-        compiled = self._compiled[bucket]
-        stream = self._run_layers(compiled, step)
         ending = np.flatnonzero(step.sample_rows >= 0).tolist()
+        return Dispatched(plan, bucket, ending, self._jobs.submit(self._step, self._compiled[bucket], step, plan.copies, ending))
+
+    def _step(self, compiled: _Programs, step: StepInput, copies: Any, ending: list[int]) -> Ran:
+        started_s = time.monotonic()
+        self._copy_blocks(np.asarray(copies))
+        stream = self._run_layers(compiled, step)
         sampled = self._sample_rows(compiled, stream, step, ending) if ending else None
-        return Dispatched(plan, bucket, stream, ending, sampled, started_s)
+        if self._in_thread:
+            jax.block_until_ready((stream, sampled))
+        return Ran(stream, sampled, started_s, time.monotonic() if self._in_thread else None)
 
     def _copy_blocks(self, copies: Any) -> None:
         """Copy what the plan says. No block is both read and written in one step, so the order of parts does not matter."""
@@ -299,14 +340,19 @@ class ModelRunner:
         self._state = DeviceState(state.kv, sampler, last)
         return sampled
 
-    def score(self, dispatched: Dispatched, at: list[int], targets: list[int]) -> list[tuple[Any, Any, Any, Any]]:
+    def score(
+        self, dispatched: Dispatched, at: list[int], targets: list[int]
+    ) -> concurrent.futures.Future[list[tuple[Any, Any, Any, Any]]]:
         """Start scoring prompt tokens of a step: arrays of `SCORED_TOKENS` entries, the last ones padding."""
-        answers = []
+        return self._jobs.submit(self._score, dispatched, at, targets)
+
+    def _score(self, dispatched: Dispatched, at: list[int], targets: list[int]) -> list[tuple[Any, Any, Any, Any]]:
+        answers, stream = [], dispatched.ran.result().stream
         for i in range(0, len(at), SCORED_TOKENS):
             padded = np.zeros((2, SCORED_TOKENS), np.int32)
             part = slice(i, i + SCORED_TOKENS)
             padded[0, : len(at[part])], padded[1, : len(at[part])] = at[part], targets[part]
-            answers.append(self._compiled[dispatched.bucket].score(self._params, dispatched.stream, padded[0], padded[1]))
+            answers.append(self._compiled[dispatched.bucket].score(self._params, stream, padded[0], padded[1]))
         return answers
 
 
