@@ -225,7 +225,7 @@ def test_a_full_queue_is_no_illness(tmp_path) -> None:
     async def body(supervisor, engine):
         old = supervisor.core_pid
         streams = engine.submit([request(f"r{i}") for i in range(64)])
-        end = time.monotonic() + 2.5
+        end = time.monotonic() + 6
         while time.monotonic() < end:
             with pytest.raises(OverloadedError):
                 await anext(engine.submit([request("more")])[0])
@@ -235,7 +235,7 @@ def test_a_full_queue_is_no_illness(tmp_path) -> None:
         for stream in streams:
             await stream.aclose()
 
-    run(body, tmp_path, engine={"max_num_queued_reqs": 64}, watchdog_timeout=1.0)
+    run(body, tmp_path, engine={"max_num_queued_reqs": 64}, watchdog_timeout=4.0)
 
 
 @pytest.mark.slow
