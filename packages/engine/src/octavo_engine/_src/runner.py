@@ -126,6 +126,8 @@ class _Compiler:
 class ModelRunner:
     """Runs steps on the device.
 
+    Size: one owner of the device's state and of every program that replaces it.
+
     Args:
         programs: What to run.
         state: Fresh device state.
