@@ -23,6 +23,7 @@ from octavo_core.plan import Arrivals, StepPlan, StepResult
 from octavo_core.records import PlanCall, StepRecord
 from octavo_core.wire import EngineOutput, EngineRequest, EngineStats, FinishReason, ModelCard
 from octavo_engine._src.collect import PromptScores, token_scores
+from octavo_engine._src.dispatched import Dispatched
 from octavo_engine._src.intake import Queue, fill_arrivals, fill_sampling
 from octavo_engine._src.kv_events import KVEvents
 from octavo_engine._src.logs import Logs, prefill_pairs
@@ -30,7 +31,7 @@ from octavo_engine._src.occupancy import Occupancy
 from octavo_engine._src.offload import Offload
 from octavo_engine._src.planner import Planner
 from octavo_engine._src.recording import Recording
-from octavo_engine._src.runner import Dispatched, ModelRunner
+from octavo_engine._src.runner import ModelRunner
 from octavo_engine._src.sequence import NO_DEADLINE, Sequence
 from octavo_engine._src.turns import InFlight
 from octavo_engine._src.validate import check_request

@@ -15,7 +15,8 @@ import jax
 from octavo_core.errors import EngineDeadError, FrameError
 from octavo_core.plan import SamplingArrivals, StepPlan, from_bytes, to_bytes
 from octavo_engine._src.cluster import Follower, Leader
-from octavo_engine._src.runner import Dispatched, ModelRunner, Ran
+from octavo_engine._src.dispatched import Dispatched, Ran
+from octavo_engine._src.runner import ModelRunner
 from octavo_engine._src.sizing import Bucket
 
 

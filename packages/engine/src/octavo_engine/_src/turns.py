@@ -6,7 +6,7 @@ import dataclasses
 
 from octavo_core.records import PlanCall
 from octavo_engine._src.collect import PromptScores
-from octavo_engine._src.runner import Dispatched
+from octavo_engine._src.dispatched import Dispatched
 from octavo_engine._src.sequence import Sequence
 
 
