@@ -13,10 +13,12 @@ from octavo_core.errors import EngineDeadError
 from octavo_core.records import StepRecord, read_log
 from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.wire import EngineRequest, SamplingParams
+from octavo_engine._src.compose import build
 from octavo_engine._src.process.flight import NUM_SLOTS, SLOT_BYTES, FlightRecorder
 from octavo_engine.commands import simulate
 from octavo_engine.config import EngineConfig
 from octavo_engine.process import ProcessConfig, RemoteEngine, Supervisor, read_flight
+from octavo_scheduler import simulate as sim
 
 
 def test_the_flight_recorder_keeps_the_newest_thousand_steps_and_leaves_out_half_a_slot(tmp_path) -> None:
@@ -113,3 +115,25 @@ def test_the_record_of_a_core_that_died_is_planned_again_and_every_step_agrees(
         f"step {records[7].step} differs: num_decodes was {records[7].num_decodes + 1}, is {records[7].num_decodes}"
         in capsys.readouterr().out
     )
+
+
+@pytest.mark.slow
+def test_a_record_longer_than_what_is_kept_is_planned_again_from_a_keyframe_amid_the_work(tmp_path, checkpoint, prompts) -> None:
+    recorder = FlightRecorder(tmp_path / "flight")
+    options = {"skip_tokenizer_init": True, "block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    built = build(EngineConfig(model=str(checkpoint), num_gpu_blocks_override=25, compilation_cache_dir=None, **options), recorder)
+    core, count = built.core, 0
+    while core.stats().steps < 1150:
+        if core.stats().num_running + core.stats().num_waiting < 10:
+            sampling = SamplingParams(max_tokens=20 + count % 90, ignore_eos=True)
+            core.add(EngineRequest(request_id=f"r{count}", prompt_ids=prompts[count % len(prompts)], sampling=sampling))
+            count += 1
+        core.turn()
+    built.close()
+    records = read_flight(tmp_path / "flight")
+    found = sim.rerun(records)
+    assert found.differences == []
+    assert records[0].step < found.steps[0] < records[0].step + 260
+    assert found.steps == [record.step for record in records[-len(found.steps) :]]
+    assert any(record.preempted for record in records[-len(found.steps) :])
+    recorder.close()
