@@ -90,7 +90,7 @@ def buckets(token_budget: int, max_num_seqs: int, *, alone: bool = False) -> tup
 
 
 def two_shapes(token_budget: int, max_num_seqs: int) -> tuple[Bucket, ...]:
-    """Step shapes where pads cost nothing: one for a full batch of single tokens, one for everything."""
+    """Step shapes where pads cost little: one for a full batch of single tokens, one for everything."""
     rows, tokens = (-(-size // ROW_LANES) * ROW_LANES for size in (max_num_seqs, token_budget))
     return tuple(Bucket(size, min(size, rows)) for size in sorted({min(rows, tokens), tokens}))
 

@@ -59,18 +59,19 @@ def compile_steps(
         advance: Hears of each program.
         on_cpu: The budget is chosen by time.
         alone: One row is not as dear as eight.
-        pads_free: Tokens that only fill a shape cost nothing: two shapes are enough, however many rows are sampled.
+        pads_free: Tokens that only fill a shape cost little: two shapes are enough, however many rows are sampled.
         kept: What earlier starts found.
     """
     asked = config.max_num_batched_tokens
-    if pads_free:
-        most = asked or max(sizing.CPU_BUDGETS[-1], 2 * max_num_seqs)
-        rows = sorted({b.rows for b in sizing.buckets(most, max_num_seqs, alone=alone)})
-        runner.compile(sizing.two_shapes(most, max_num_seqs), advance, rows=rows)
+    largest = sizing.buckets(asked or max(sizing.CPU_BUDGETS[-1], 2 * max_num_seqs), max_num_seqs, alone=alone)
+    rows = sorted({b.rows for b in largest}) if pads_free else ()
+
+    def compile_for(budget: int) -> None:
+        wanted = sizing.two_shapes(budget, max_num_seqs) if pads_free else sizing.buckets(budget, max_num_seqs, alone=alone)
+        runner.compile(wanted, advance, rows=rows)
 
     def timed() -> tuple[int, str]:
-        if not pads_free:
-            runner.compile(sizing.buckets(sizing.PROBE_TOKENS[1], max_num_seqs, alone=alone), advance)
+        compile_for(sizing.PROBE_TOKENS[1])
         small_s, large_s = (runner.time_step(tokens) for tokens in sizing.PROBE_TOKENS)
         return sizing.cpu_budget(small_s, large_s, max_num_seqs)
 
@@ -80,8 +81,7 @@ def compile_steps(
         budget, why = kept.recall("token budget", timed)
     else:
         budget, why = DEVICE_BUDGET, "default of this device"
-    if not pads_free:
-        runner.compile(sizing.buckets(budget, max_num_seqs, alone=alone), advance)
+    compile_for(budget)
     sizes = () if pads_free else tuple(b.tokens for b in runner.shapes)
     cost_us = kept.recall(f"cost of a step of {budget}", lambda: _cost_us(runner, budget)) if on_cpu else DEVICE_COST_US
     return Steps(budget, why, sizes, cost_us)
