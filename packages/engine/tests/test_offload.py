@@ -16,7 +16,7 @@ from octavo_core.wire import EngineRequest, SamplingParams
 from octavo_engine._src.kv_offload_config import parse
 from octavo_engine._src.offload import Offload
 from octavo_engine.config import EngineConfig
-from octavo_offload import RemoteConfig, open_tiers
+from octavo_offload import RemoteConfig, ThreadFiles, open_tiers
 from octavo_offload.node import Blocks, Node
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -213,6 +213,46 @@ def test_requests_that_are_aborted_between_look_up_and_load_leave_nothing_leased
         served.ask(texts[i % 10], abort=[0])
     check_books(served)
     assert [tokens for tokens, _ in served.ask(*texts, abort=[])] == wanted
+    check_books(served)
+
+
+def test_a_prompt_asked_for_a_hundred_times_pins_nothing_and_new_ones_are_kept(served, texts, wanted, tmp_path):
+    """As in LMCache#1034, where what was looked up and never fetched stayed pinned until the hit rate was 0. A host tier of twenty blocks."""
+    offload = served.restart(None, host_bytes=20 * served.first.store.host.block_bytes)
+    for turn in range(100):
+        (said, _), *_ = served.ask(texts[0], texts[0], abort=(1,) if turn % 3 == 0 else ())
+        assert said == wanted[0]
+    for _ in range(2):
+        assert [served.ask(text)[0][0] for text in texts] == wanted
+    served.idle()
+    assert offload.store.host.num_leased == offload.store.num_pending == 0
+    evicted = offload.store.host.count.evicted
+    rng = np.random.default_rng(5)
+    for _ in range(5):
+        served.ask(rng.integers(0, 96, 100).tolist())
+    served.idle()
+    assert offload.store.host.count.evicted > evicted, "new blocks still find room"
+    check_books(served)
+
+
+def test_a_slow_writer_is_never_read_before_it_is_done(served, texts, wanted, tmp_path):
+    """As in LMCache#207: the same prompt again at once, with the device's copy gone, while the first is being written."""
+
+    class Slow(ThreadFiles):
+        def write(self, fd, data, offset):
+            for part in data:
+                super().write(fd, [part], offset)
+                offset += len(part)
+                time.sleep(0.02)
+
+    offload = served.restart(tmp_path, host_bytes=4 * served.first.store.host.block_bytes, files=Slow(tmp_path))
+    for text, said in zip(texts[:4], wanted, strict=False):
+        first, second = served.ask(text, text)
+        assert first[0] == second[0] == said
+        served.ask(*texts[5:8])
+        assert served.ask(text)[0][0] == said
+    served.idle()
+    assert not any(tier.corrupt for tier in offload.stats())
     check_books(served)
 
 
