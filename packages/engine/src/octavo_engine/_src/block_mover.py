@@ -1,7 +1,8 @@
 """Blocks between the device's pools and arrays of bytes, by programs compiled at start for a few numbers of blocks.
 
 Touches device memory. What is gathered is a copy: it is right whatever later steps write, because the device runs what it is given in
-order. On a mesh a block is the bytes of its first device, its second, and so on, on all of them: one array for the host. What is scattered is copied from the caller's arrays, which nobody may change any more: on a CPU a device array may alias them.
+order. On a mesh a block is the bytes of its first device, its second, and so on, on all of them: one array for the host. What is scattered
+is copied from the caller's arrays, which nobody may change any more: on a CPU a device array may alias them.
 """
 
 from __future__ import annotations
