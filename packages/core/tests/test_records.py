@@ -44,7 +44,8 @@ def test_a_log_is_read_as_it_was_written(record: msgspec.Struct, tmp_path: Path)
 
 
 def test_every_field_of_a_record_is_written_under_its_name() -> None:
-    assert set(msgspec.json.decode(msgspec.json.encode(STEP))) == set(StepRecord.__struct_fields__)
+    of_flight_records = {"calls", "found", "keyframe"}
+    assert set(msgspec.json.decode(msgspec.json.encode(STEP))) == set(StepRecord.__struct_fields__) - of_flight_records
 
 
 def test_a_line_of_another_log_is_refused(tmp_path: Path) -> None:
@@ -56,5 +57,5 @@ def test_a_line_of_another_log_is_refused(tmp_path: Path) -> None:
 
 def test_a_field_of_a_newer_version_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    path.write_bytes(msgspec.json.encode({**msgspec.structs.asdict(STEP), "later": 1}))
+    path.write_bytes(msgspec.json.encode({**msgspec.to_builtins(STEP), "later": 1}))
     assert list(read_log(path, StepRecord)) == [STEP]

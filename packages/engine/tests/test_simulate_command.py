@@ -129,7 +129,8 @@ def recorded():
         (["absent.jsonl"], "wanted a trace to read, got absent.jsonl"),
         (["fit"], "octavo simulate fit takes a step log, got nothing"),
         (["fit", "absent"], "wanted a log of StepRecords"),
-        (["replay", "absent"], "give the same run's --request-log as --requests FILE"),
+        (["replay", "absent"], "wanted a log of StepRecords"),
+        (["replay", "STEPS"], "give the same run's --request-log as --requests FILE"),
         (["TRACE", "--sweep", "polcy"], "nothing to sweep is called 'polcy'; did you mean 'policy'"),
         (["TRACE", "--cost", "bse=1"], "got 'bse'"),
         (["TRACE", "--blocks", "20"], "raise blocks and max_len, or leave them out"),
@@ -139,6 +140,10 @@ def recorded():
         (["cluster", "TRACE", "--route", "best"], "route is one of"),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_is_compiled(conversation, words, finding):
+def test_what_cannot_work_is_said_before_anything_is_compiled(conversation, tmp_path, words, finding):
+    steps = tmp_path / "steps.jsonl"
+    names = [name for name in StepRecord.__struct_fields__ if name not in ("preempted", "calls", "found", "keyframe")]
+    steps.write_bytes(msgspec.json.encode(StepRecord(**dict.fromkeys(names, 0))))
+    files = {"TRACE": str(conversation), "STEPS": str(steps)}
     with pytest.raises(ConfigError, match=finding):
-        octavo_simulate(*[str(conversation) if word == "TRACE" else word for word in words])
+        octavo_simulate(*[files.get(word, word) for word in words])

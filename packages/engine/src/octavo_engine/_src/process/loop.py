@@ -18,6 +18,8 @@ IDLE_S: Final = 0.25
 TELL_S: Final = 0.05
 """Readings go out at most this often while steps run; whenever a sequence ends in any case."""
 REPORT_S: Final = 0.25
+LAST_WORD_S: Final = 30.0
+"""How long a core that cannot go on waits for its reason to be heard: on a busy machine that takes a while."""
 
 
 @runtime_checkable
@@ -112,17 +114,17 @@ class Reporter:
     def failed(self, error: BaseException) -> None:
         """The core cannot go on; returns once the supervisor has been told."""
         self._say(messages.Phase.FAILED, error=str(error), kind=type(error).__name__)
-        self.close()
+        self.close(wait_s=LAST_WORD_S)
 
     def _say(self, phase: messages.Phase, **fields: Any) -> None:
         self._report = messages.Report(generation=self._generation, phase=phase, **fields)
         self._wake.set()
 
-    def close(self) -> None:
-        """Send what is to be sent and end."""
+    def close(self, wait_s: float = 2.0) -> None:
+        """Send what is to be sent and end; wait so long for it."""
         self._is_closed = True
         self._wake.set()
-        self._thread.join(timeout=2)
+        self._thread.join(timeout=wait_s)
 
     def _run(self) -> None:
         socket = self._context.socket(zmq.PUSH)
@@ -139,5 +141,5 @@ class Reporter:
                 break
             self._wake.wait(REPORT_S)
             self._wake.clear()
-        socket.close(linger=1000)
+        socket.close(linger=int(LAST_WORD_S * 1e3))
         self._context.term()
