@@ -75,9 +75,9 @@ def draw(family: str, rng: random.Random) -> Drawn:
     Args:
         family: transformers' `model_type`.
     """
-    layers, heads = rng.randint(1, 4), rng.choice([1, 2, 3, 4, 6, 8])
-    kv_heads = rng.choice([n for n in (1, 2, 3, 4, 6, 8) if heads % n == 0])
-    head_dim, explicit = 2 * rng.randint(3, 16), rng.random() < 0.5
+    layers, heads = rng.randint(1, 4), rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14])
+    kv_heads = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    head_dim, explicit = rng.choice([2 * rng.randint(3, 16), rng.choice([16, 24, 48, 80, 96])]), rng.random() < 0.5
     if family in ("qwen3", "gemma3_text", "gpt_oss"):
         explicit = True
     values: dict[str, Any] = {
@@ -100,7 +100,11 @@ def draw(family: str, rng: random.Random) -> Drawn:
     values |= _OWN[family](rng, values)
     values |= _rotation(family, rng, values)
     return Drawn(
-        family, _spelled(family, rng, values), rng.choice(["float32", "bfloat16"]), rng.choice([None, "20KB"]), rng.random() < 0.8
+        family,
+        _spelled(family, rng, values),
+        rng.choice(["float32", "bfloat16", "float16"]),
+        rng.choice([None, "20KB"]),
+        rng.random() < 0.8,
     )
 
 
@@ -228,9 +232,13 @@ _OWN: Final = {
 
 def _scaling(family: str, rng: random.Random, values: dict[str, Any]) -> dict[str, Any]:
     """What is said of rotation besides its base."""
-    kind = rng.choice(["default", "default", "linear", "dynamic", "llama3", "yarn", "yarn"])
+    kind = rng.choice(["default", "default", "linear", "dynamic", "llama3", "yarn", "yarn", "longrope", "proportional"])
     if kind in ("linear", "dynamic"):
         return {"rope_type": kind, "factor": rng.choice([2.0, 8.0, 3])}
+    if kind == "proportional":
+        return {"rope_type": kind, "partial_rotary_factor": rng.choice([0.25, 0.5, 0.8, 1.0])} | rng.choice([{}, {"factor": 4.0}])
+    if kind == "longrope":
+        return _longrope(family, rng, values)
     own_len = {"original_max_position_embeddings": rng.choice([32, 64])}
     if kind == "llama3":
         said = {"rope_type": kind, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": rng.choice([4.0, 2])}
@@ -242,6 +250,15 @@ def _scaling(family: str, rng: random.Random, values: dict[str, Any]) -> dict[st
             [{}, {"mscale": 1.0, "mscale_all_dim": 0.7}, {"mscale": 0.7}, {"mscale": 1.0, "mscale_all_dim": 0}]
         )
     return {}
+
+
+def _longrope(family: str, rng: random.Random, values: dict[str, Any]) -> dict[str, Any]:
+    """As long before stretching as the prompts: what is longer has other factors in every position."""
+    size = values["qk_rope_head_dim"] if family == "deepseek_v3" else values.get("head_dim")
+    pairs = (size or values["hidden_size"] // values["num_attention_heads"]) // 2
+    factors = {key: [round(rng.uniform(1.0, 6.0), 3) for _ in range(pairs)] for key in ("short_factor", "long_factor")}
+    said = {"rope_type": "longrope", "original_max_position_embeddings": 96, **factors}
+    return said | rng.choice([{}, {"factor": 8.0}, {"attention_factor": 1.25}])
 
 
 def _rotation(family: str, rng: random.Random, values: dict[str, Any]) -> dict[str, Any]:
@@ -321,7 +338,7 @@ def write(drawn: Drawn, folder: Path, *, seed: int) -> None:
     fill_in(model, seed)
     wanted = reference(model, seed)
     np.savez_compressed(folder / "reference.npz", **wanted)  # type: ignore[arg-type]
-    stored = model if drawn.dtype == "float32" else model.to(torch.bfloat16)
+    stored = model if drawn.dtype == "float32" else model.to(getattr(torch, drawn.dtype))
     shards = {} if drawn.shard is None else {"max_shard_size": drawn.shard}
     stored.save_pretrained(folder, save_original_format=drawn.original, **shards)
     (folder / "config.json").write_text(json.dumps(drawn.config, indent=1))

@@ -78,10 +78,10 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
         resolve(str(tmp_path / "x.txt"))
 
 
-def test_end_tokens_outside_the_vocabulary_are_refused(hf_folder):
-    (hf_folder / "generation_config.json").write_text('{"eos_token_id": 384}')
-    with pytest.raises(CheckpointError, match="384"):
-        open_checkpoint(hf_folder)
+def test_end_tokens_outside_the_vocabulary_are_left_out_and_named(hf_folder, caplog):
+    (hf_folder / "generation_config.json").write_text('{"eos_token_id": [384, 2]}')
+    assert open_checkpoint(hf_folder).generation.eos_token_ids == (2,)
+    assert "outside the vocabulary of 384 are left out: 384" in caplog.text
 
 
 def test_offline_and_not_in_the_cache_says_so(tmp_path):

@@ -40,6 +40,7 @@ def file_of(family, changes):
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {"short_factor": [1, 2.5], "long_factor": [3.0, 4.0]}
 KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 BOTH = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}, "sliding_attention": {"rope_type": "default"}}
 
@@ -120,6 +121,34 @@ ROWS = [
         {"rope_scaling": {"type": "yarn", **YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
         {"rope.attention_factor": 1.0},
     ),
+    (
+        "qwen3",
+        {
+            "head_dim": 4,
+            "rope_scaling": {"type": "longrope", **LONG, "original_max_position_embeddings": 64},
+            "max_position_embeddings": 512,
+        },
+        {"rope.divisors": (1.0, 2.5), "rope.attention_factor": (1 + 3 / 6) ** 0.5, "max_position_embeddings": 64},
+    ),
+    (
+        "mistral",
+        {
+            "head_dim": 4,
+            "rope_parameters": {"rope_type": "longrope", **LONG, "attention_factor": 1.25},
+            "max_position_embeddings": 64,
+        },
+        {"rope.kind": "longrope", "rope.attention_factor": 1.25, "max_position_embeddings": 64},
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0}},
+        {"rope.kind": "proportional", "rope.share": 0.5, "rope.factor": 2.0},
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "proportional"}, "partial_rotary_factor": 0.25},
+        {"rope.share": 0.25, "rope.factor": 1.0},
+    ),
     # Windows.
     ("mistral", {"sliding_window": 8}, {"windows": (8,) * 4}),
     ("mistral", {"sliding_window": 8, "layer_types": KINDS}, {"windows": (None, 8, 8, None)}),
@@ -148,7 +177,31 @@ ROWS = [
         {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
         {"rope.kind": "linear", "local_rope.kind": "default"},
     ),
+    # Nothing is read of one object for both but `truncate`, and that only there.
+    (
+        "gemma3_text",
+        {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 7.0}, "rope_theta": 5e5},
+        {"rope.kind": "default", "rope.theta": 5e5, "local_rope.theta": 1e4},
+    ),
+    (
+        "gemma3_text",
+        {
+            "rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0, "truncate": False}},
+            "max_position_embeddings": 64,
+            "original_max_position_embeddings": 32,
+        },
+        {"rope.truncate": True, "rope.original_max_position_embeddings": 64},
+    ),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn", **YARN}, "truncate": False}},
+        {"rope.truncate": False, "rope.original_max_position_embeddings": 32},
+    ),
+    # Experts and flags that are off.
+    ("qwen3_moe", {"num_experts": 0}, {"moe": None}),
+    ("deepseek_v3", {"norm_topk_prob": None, "rope_interleave": None}, {"moe.normalise": False, "latent.interleaved": False}),
     # Element types.
+    ("llama", {"torch_dtype": "float64"}, {"dtype": "float32"}),
     ("llama", {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
     ("llama", {"dtype": "float16", "torch_dtype": "bfloat16"}, {"dtype": "float16"}),
     # A name for the class, or the kind alone.

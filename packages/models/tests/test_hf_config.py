@@ -94,6 +94,18 @@ def test_the_fixtures_are_read():
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 7}}, "short_factor"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [0.0] * 8}}, "short_factor"),
+        ({"rope_scaling": {"type": "longrope"}}, "short_factor"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "original_max_position_embeddings": 1}},
+            "original_max_position_embeddings",
+        ),
+        ({"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}, "partial_rotary_factor"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 3, "num_key_value_heads": 2},
+            "num_experts_per_tok",
+        ),
     ],
 )
 def test_a_bad_key_is_refused_by_file_and_key(changes, key):
@@ -116,7 +128,11 @@ def test_a_bad_key_is_refused_by_file_and_key(changes, key):
             "4 bits",
         ),
         ({"hidden_act": "mish"}, "silu.*got 'mish'"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "'longrope'"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "rope type 'spiral'.*longrope"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor.*0.5.*'linear'",
+        ),
         ({**MISTRAL, "layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
         ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"rope_interleaved": True}, "rope_interleaved"),

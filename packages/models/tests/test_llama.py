@@ -149,6 +149,18 @@ def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
     assert (np.diff(scaled) < 0).all()
 
 
+def test_proportional_rotation_leaves_the_last_pairs_where_they_are():
+    plain = np.array(inverse_frequencies(RopeConfig(theta=100.0), 16))
+    scaled = np.array(inverse_frequencies(RopeConfig(theta=100.0, kind="proportional", factor=2.0, share=0.5), 16))
+    np.testing.assert_allclose(scaled, np.concatenate([plain[:4] / 2, np.zeros(4)]), rtol=1e-6)
+
+
+def test_longrope_divides_each_frequency_by_its_own():
+    plain = np.array(inverse_frequencies(RopeConfig(theta=100.0), 8))
+    scaled = inverse_frequencies(RopeConfig(theta=100.0, kind="longrope", divisors=(1.0, 1.5, 2.0, 4.0)), 8)
+    np.testing.assert_allclose(scaled, plain / [1, 1.5, 2, 4], rtol=1e-6)
+
+
 def test_a_checkpoints_own_divisors_replace_the_scaling():
     rope = RopeConfig(theta=100.0, kind="linear", factor=4.0)
     plain = np.array(inverse_frequencies(RopeConfig(theta=100.0), 8))
@@ -157,6 +169,6 @@ def test_a_checkpoints_own_divisors_replace_the_scaling():
 
 def test_an_unknown_scaling_is_named():
     rope = RopeConfig()
-    object.__setattr__(rope, "kind", "longrope")  # The configuration readers refuse it before it comes here.
-    with pytest.raises(UnsupportedModelError, match="longrope"):
+    object.__setattr__(rope, "kind", "spiral")  # The configuration readers refuse it before it comes here.
+    with pytest.raises(UnsupportedModelError, match="spiral"):
         inverse_frequencies(rope, 8)

@@ -109,14 +109,14 @@ def open_checkpoint(path: Path, *, name: str | None = None) -> Checkpoint:
         raise CheckpointError(f"{path}: wanted a config.json in this folder, found none{hint}")
     config = hf_config.read_model_config(path / "config.json")
     generation = hf_config.read_generation_config(path)
-    hf_config.check_token_ids(generation, config.vocab_size, source=str(path))
+    generation = hf_config.producible(generation, config.vocab_size, source=str(path))
     return Checkpoint(path, "hf", name, config, generation, _weight_files(path))
 
 
 def _open_gguf(path: Path, name: str) -> Checkpoint:
     header = gguf_meta.read_gguf(path)
     config, generation = gguf_config.model_config(header), gguf_meta.generation_config(header)
-    hf_config.check_token_ids(generation, config.vocab_size, source=str(path))
+    generation = hf_config.producible(generation, config.vocab_size, source=str(path))
     return Checkpoint(path, "gguf", name, config, generation, (path,))
 
 

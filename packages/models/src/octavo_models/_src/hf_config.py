@@ -7,18 +7,20 @@ family's own is in its file in `families`. Opens no weights.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
-from octavo_core.errors import CheckpointError, UnsupportedModelError
+from octavo_core.errors import UnsupportedModelError
 from octavo_models._src.fields import Fields, read_json
-from octavo_models._src.model_config import ACTIVATIONS, Activation, GenerationConfig, ModelConfig, RopeConfig
+from octavo_models._src.model_config import ACTIVATIONS, Activation, GenerationConfig, ModelConfig, RopeConfig, RopeKind
 from octavo_models._src.quantisation import read_quantisation
 
-_DTYPES: Final = ("float32", "float16", "bfloat16")
-_ROPE_KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn")
+logger = logging.getLogger(__name__)
+
+_DTYPES: Final = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "float64": "float32"}
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -52,6 +54,7 @@ def base_config(
     tied: bool = False,
     act_key: str = "hidden_act",
     act: str = "silu",
+    rope: RopeConfig | None = None,
     **more: Any,
 ) -> ModelConfig:
     """What all families write the same way.
@@ -61,6 +64,7 @@ def base_config(
         width: As well, of the MLP; None: the file must say it.
         eps, max_len, tied, act: As well.
         act_key: Where the activation is named.
+        rope: Where the family reads it in a way of its own.
         more: Other fields of the configuration.
     """
     refuse_unserved(fields)
@@ -80,11 +84,27 @@ def base_config(
         tie_word_embeddings=fields.boolean("tie_word_embeddings", tied),
         hidden_act=activation(fields, act_key, act),
         dtype=_dtype(fields),
-        **{"rope": read_rope(fields), **more},
+        rope=read_rope(fields) if rope is None else rope,
+        **more,
     )
     names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     check_heads(config, fields, names=names, derived=own_dim is None)
-    return config
+    if config.moe is not None and config.moe.experts_per_token > config.moe.num_experts:
+        raise fields.fail("num_experts_per_tok", f"at most the number of experts ({config.moe.num_experts})")
+    return _within_its_length(config, fields)
+
+
+def _within_its_length(config: ModelConfig, fields: Fields) -> ModelConfig:
+    """LongRoPE has other factors for sequences beyond the length before stretching, in every position of theirs: K that is kept for
+    the next token or the next request would be wrong. The context ends where one set of factors is right."""
+    ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None and rope.kind == "longrope"]
+    for rope in ropes:
+        if len(rope.divisors) != config.head_dim // 2:
+            raise fields.fail(
+                "short_factor", f"{config.head_dim // 2} numbers, one for each rotated pair; there are {len(rope.divisors)}"
+            )
+    lengths = (config.max_position_embeddings, *(rope.original_max_position_embeddings for rope in ropes))
+    return dataclasses.replace(config, max_position_embeddings=min(lengths))
 
 
 def _kv_heads(fields: Fields, heads: int, unsaid: int | None) -> int:
@@ -109,8 +129,6 @@ def refuse_unserved(fields: Fields) -> None:
     """Options that no family is served with."""
     if fields.boolean("rope_interleaved", False):
         raise UnsupportedModelError(f"{fields.source}: 'rope_interleaved' is not served")
-    if fields.number("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(f"{fields.source}: 'partial_rotary_factor' other than 1 is not served")
 
 
 def activation(fields: Fields, key: str, default: str) -> Activation:
@@ -154,46 +172,64 @@ def _dtype(fields: Fields) -> str:
     name = fields.text(key, "float32").removeprefix("torch.")
     if name not in _DTYPES:
         raise fields.fail(key, f"one of {', '.join(_DTYPES)}")
-    return name
+    return _DTYPES[name]
 
 
-def read_rope(fields: Fields, *, theta: float = 10000.0, layer_type: str | None = None) -> RopeConfig:
+def read_rope(fields: Fields, *, theta: float = 10000.0) -> RopeConfig:
     """Rotary embedding in the old keys or the new ones.
 
     Args:
         theta: Base where the file says nothing.
-        layer_type: Which entry of `rope_parameters` to take where it has one for each type of layer.
     """
-    inner = rope_fields(fields, layer_type)
+    return rope_of(fields, rope_fields(fields), theta=fields.number("rope_theta", theta))
+
+
+def rope_of(fields: Fields, inner: Fields, *, theta: float) -> RopeConfig:
+    """Rotary embedding as an object of the file describes it.
+
+    Args:
+        fields: The file.
+        inner: The object.
+        theta: Base where the object says nothing.
+    """
     kind = inner.text("rope_type", inner.text("type", "default"))
-    if kind not in _ROPE_KINDS:
+    if kind not in get_args(RopeKind):
         raise UnsupportedModelError(
-            f"{inner.source}: rope type '{kind}' is not served; this version serves {', '.join(_ROPE_KINDS)}"
+            f"{inner.source}: rope type '{kind}' is not served; this version serves {', '.join(get_args(RopeKind))}"
         )
-    if inner.number("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(f"{fields.source}: 'partial_rotary_factor' other than 1 is not served")
-    theta = inner.number("rope_theta", fields.number("rope_theta", theta))
+    share = inner.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0, most=1.0), most=1.0)
+    if share != 1.0 and kind != "proportional":
+        # transformers 5 turns all pairs of such a file where the rotation is plain and fails where it is not; others turn the first.
+        raise UnsupportedModelError(
+            f"{fields.source}: 'partial_rotary_factor' other than 1 is served with rope type 'proportional' alone, got {share:g} with '{kind}'"
+        )
+    theta = inner.number("rope_theta", theta)
     if kind == "default":
         return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", factor=inner.number("factor"))
-    if kind == "dynamic":
-        return RopeConfig(theta=theta, kind="dynamic", factor=inner.number("factor"))
-    return (_llama3 if kind == "llama3" else _yarn)(fields, inner, theta)
+    if kind in ("linear", "dynamic"):
+        return RopeConfig(theta=theta, kind="linear" if kind == "linear" else "dynamic", factor=inner.number("factor"))
+    if kind == "proportional":
+        return RopeConfig(theta=theta, kind="proportional", factor=inner.number("factor", 1.0), share=share)
+    return {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[kind](fields, inner, theta)
 
 
-def rope_fields(fields: Fields, layer_type: str | None = None) -> Fields:
-    """The object that describes rotary embedding; empty where there is none."""
+def rope_fields(fields: Fields) -> Fields:
+    """The object that describes rotary embedding, of full attention where it has one for each type of layer; empty where there is none."""
     key = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
+    values = object_at(fields, key)
+    if any(isinstance(values.get(name), dict) for name in ("full_attention", "sliding_attention")):
+        return Fields(
+            object_at(Fields(values, f"{fields.source}: {key}"), "full_attention"), f"{fields.source}: {key}.full_attention"
+        )
+    return Fields(values, f"{fields.source}: {key}")
+
+
+def object_at(fields: Fields, key: str) -> dict[str, Any]:
+    """An object of the file; empty where there is none."""
     values = fields.values.get(key) or {}
     if not isinstance(values, dict):
         raise fields.fail(key, "an object")
-    if any(isinstance(values.get(name), dict) for name in ("full_attention", "sliding_attention")):
-        key = f"{key}.{layer_type or 'full_attention'}"
-        values = values.get(layer_type or "full_attention") or {}
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{fields.source}: '{key}' must be an object, got {type(values).__name__}")
-    return Fields(values, f"{fields.source}: {key}")
+    return values
 
 
 def _original_length(fields: Fields, inner: Fields) -> int:
@@ -238,6 +274,27 @@ def _yarn(fields: Fields, inner: Fields, theta: float) -> RopeConfig:
     )
 
 
+def _longrope(fields: Fields, inner: Fields, theta: float) -> RopeConfig:
+    """As transformers up to the length before stretching: the short factors, and sharper by what the file is stretched to."""
+    original = _original_length(fields, inner)
+    if original < 2:
+        raise inner.fail("original_max_position_embeddings", "at least 2")
+    factor = inner.number("factor") if inner.has("factor") else fields.integer("max_position_embeddings", 2048) / original
+    sharper = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    divisors = inner.values.get("short_factor")
+    if not isinstance(divisors, list) or not all(
+        isinstance(d, int | float) and d > 0 and not isinstance(d, bool) for d in divisors
+    ):
+        raise inner.fail("short_factor", "a list of numbers above 0, one for each rotated pair")
+    return RopeConfig(
+        theta=theta,
+        kind="longrope",
+        original_max_position_embeddings=original,
+        attention_factor=inner.number("attention_factor", sharper),
+        divisors=tuple(float(d) for d in divisors),
+    )
+
+
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """By how much YaRN sharpens attention for a stretch of `factor` (arXiv 2309.00071, equation 22)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -279,12 +336,11 @@ def _sampling_defaults(fields: Fields) -> dict[str, float | int]:
     return found
 
 
-def check_token_ids(generation: GenerationConfig, vocab_size: int, *, source: str) -> None:
-    """Refuse end tokens the model cannot produce.
-
-    Raises:
-        CheckpointError: For an id at or above `vocab_size`.
-    """
-    for token_id in generation.eos_token_ids:
-        if token_id >= vocab_size:
-            raise CheckpointError(f"{source}: eos_token_id {token_id} is outside the vocabulary of {vocab_size}")
+def producible(generation: GenerationConfig, vocab_size: int, *, source: str) -> GenerationConfig:
+    """Without end tokens that the model cannot produce, which a log line names: configurations of cut-down models keep those of the whole."""
+    known = tuple(token_id for token_id in generation.eos_token_ids if token_id < vocab_size)
+    if known == generation.eos_token_ids:
+        return generation
+    beyond = ", ".join(str(token_id) for token_id in generation.eos_token_ids if token_id >= vocab_size)
+    logger.warning("%s: end tokens outside the vocabulary of %d are left out: %s", source, vocab_size, beyond)
+    return dataclasses.replace(generation, eos_token_ids=known)

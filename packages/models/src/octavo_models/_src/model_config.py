@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from octavo_models._src.quantisation import QuantisationConfig
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "proportional", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 ACTIVATIONS: Final[dict[str, Activation]] = {
@@ -34,12 +34,15 @@ class RopeConfig:
     Attributes:
         theta: Base of the frequencies.
         kind: `default`: unscaled; `linear`: positions divided by `factor`; `dynamic`: unscaled up to the length the model was made
-            for; `llama3`: Llama 3.1's frequency ramp; `yarn`: the ramp of arXiv 2309.00071.
-        factor: Stretch of all but `default`.
+            for; `proportional`: only the first pairs turn; `llama3`: Llama 3.1's frequency ramp; `yarn`: the ramp of arXiv 2309.00071;
+            `longrope`: a divisor for each frequency (arXiv 2402.13753), up to the length before stretching.
+        factor: Stretch of all but `default` and `longrope`.
+        share: Of the pairs, those that turn; of `proportional` only.
         low_freq_factor, high_freq_factor: Of `llama3` only.
-        original_max_position_embeddings: Length before stretching, of `llama3` and `yarn`.
+        original_max_position_embeddings: Length before stretching, of `llama3`, `yarn` and `longrope`.
         beta_fast, beta_slow, truncate: Turns between which `yarn` blends, and whether the ramp's ends are whole pairs.
         attention_factor: What cosine and sine are multiplied by.
+        divisors: Of `longrope` only, one a pair.
     """
 
     theta: float = 10000.0
@@ -52,6 +55,8 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    share: float = 1.0
+    divisors: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

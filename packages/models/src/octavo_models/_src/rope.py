@@ -4,20 +4,21 @@ Knows how inverse frequencies follow from a RoPE configuration and how to rotate
 permute weights to reach this convention does so itself.
 
 Source: RoFormer (arXiv 2104.09864) for the rotation; the `llama3` frequency ramp as published with Llama 3.1; YaRN (arXiv 2309.00071)
-section 3.2, its ends as transformers computes them.
+section 3.2, its ends as transformers computes them; LongRoPE (arXiv 2402.13753) up to the length before stretching.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from octavo_core.errors import UnsupportedModelError
-from octavo_models._src.model_config import RopeConfig
+from octavo_models._src.model_config import RopeConfig, RopeKind
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, divisors: Sequence[float] | None = None) -> tuple[float, ...]:
@@ -40,14 +41,17 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, divisors: Sequence[floa
         scaled = base
     elif rope.kind == "linear":
         scaled = base / np.float32(rope.factor)
+    elif rope.kind == "proportional":
+        turning = np.arange(len(base)) < int(rope.share * head_dim // 2)
+        scaled = np.where(turning, base / np.float32(rope.factor), np.float32(0))
+    elif rope.kind == "longrope":
+        scaled = base / np.asarray(rope.divisors, np.float32)
     elif rope.kind == "llama3":
         scaled = _llama3(base, rope)
     elif rope.kind == "yarn":
         scaled = _yarn(base, rope, head_dim)
     else:
-        raise UnsupportedModelError(
-            f"RoPE scaling '{rope.kind}' is not supported; supported are default, linear, dynamic, llama3 and yarn"
-        )
+        raise UnsupportedModelError(f"RoPE scaling '{rope.kind}' is not supported; supported are {', '.join(get_args(RopeKind))}")
     return tuple(scaled.astype(np.float32).tolist())
 
 

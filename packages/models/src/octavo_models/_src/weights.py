@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 _CHUNK_ELEMENTS = 1 << 19
 
 
-READABLE = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+READABLE = (np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 
 
 @runtime_checkable
@@ -101,6 +101,6 @@ def _read(source: WeightSource, name: str, out: np.ndarray) -> None:
         values = source.rows(name, rows)
         if values.dtype not in READABLE:
             raise UnsupportedModelError(
-                f"tensor '{name}' has elements of type {values.dtype}; read are float32, float16 and bfloat16"
+                f"tensor '{name}' has elements of type {values.dtype}; read are {', '.join(dtype.name for dtype in READABLE)}"
             )
         out[rows] = values

@@ -18,7 +18,7 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
         nope_dim=fields.integer("qk_nope_head_dim", 128),
         rope_dim=fields.integer("qk_rope_head_dim", 64),
         v_dim=fields.integer("v_head_dim", 128),
-        interleaved=fields.boolean("rope_interleave", True),
+        interleaved=_flag(fields, "rope_interleave"),
     )
     if latent.rope_dim % 2:
         raise fields.fail("qk_rope_head_dim", "even for rotary embedding")
@@ -36,6 +36,11 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
         moe=_moe(fields),
         moe_layers=tuple(layer >= dense for layer in range(layers)),
     )
+
+
+def _flag(fields: Fields, key: str) -> bool:
+    """True where the file does not mention it; null means false."""
+    return fields.boolean(key, key not in fields.values)
 
 
 def _q_rank(fields: Fields) -> int | None:
@@ -62,7 +67,7 @@ def _moe(fields: Fields) -> MoEConfig:
         experts_per_token=fields.integer("num_experts_per_tok", 8),
         intermediate_size=width,
         scoring="sigmoid",
-        normalise=fields.boolean("norm_topk_prob", True),
+        normalise=_flag(fields, "norm_topk_prob"),
         scale=fields.number("routed_scaling_factor", 2.5),
         num_groups=groups,
         groups_per_token=best,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from octavo_core.errors import UnsupportedModelError
 from octavo_models._src.families.family import Family
 from octavo_models._src.fields import Fields
-from octavo_models._src.hf_config import base_config, layer_windows, read_rope
+from octavo_models._src.hf_config import base_config, layer_windows, object_at, rope_of
 from octavo_models._src.model_config import ModelConfig, RopeConfig
 
 
@@ -20,6 +20,7 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
     layers = fields.integer("num_hidden_layers", 26)
     period = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", 6))
     window = fields.integer("sliding_window", 4096)
+    rope, local_rope = _ropes(fields)
     hidden = fields.integer("hidden_size")
     return base_config(
         fields,
@@ -31,8 +32,8 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
         act_key="hidden_activation",
         act="gelu_pytorch_tanh",
         attention_bias=fields.boolean("attention_bias", False),
-        rope=read_rope(fields, theta=1e6),
-        local_rope=_local_rope(fields),
+        rope=rope,
+        local_rope=local_rope,
         windows=layer_windows(fields, layers, window, [(layer + 1) % period != 0 for layer in range(layers)]),
         qk_norm=True,
         norm_offset=1.0,
@@ -63,12 +64,23 @@ def _text_fields(fields: Fields) -> Fields:
     return Fields({**sizes, **outer, **inner, **head}, f"{fields.source}: text_config")
 
 
-def _local_rope(fields: Fields) -> RopeConfig:
-    """Sliding layers: never scaled in the old keys, as `sliding_attention` says in the new ones."""
-    theta, rope = fields.number("rope_local_base_freq", 10000.0), fields.values.get("rope_parameters")
-    if isinstance(rope, dict) and isinstance(rope.get("sliding_attention"), dict):
-        return read_rope(Fields({**fields.values, "rope_theta": theta}, fields.source), layer_type="sliding_attention")
-    return RopeConfig(theta=theta)
+def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
+    """Of full and of sliding layers: an object each in `rope_parameters`; the old `rope_scaling` is of full layers alone.
+
+    As transformers, which reads nothing of an object for both, but for `truncate`, which it reads only there.
+    """
+    said, scaling = object_at(fields, "rope_parameters"), object_at(fields, "rope_scaling")
+    outside = Fields({k: v for k, v in fields.values.items() if k != "original_max_position_embeddings"}, fields.source)
+    found = []
+    for layers, base, theta, more in (
+        ("full_attention", "rope_theta", 1e6, scaling),
+        ("sliding_attention", "rope_local_base_freq", 10000.0, {}),
+    ):
+        own = object_at(Fields(said, f"{fields.source}: rope_parameters"), layers)
+        values = {**own, **more, "truncate": said.get("truncate")}
+        inner = Fields(values, f"{fields.source}: {'rope_scaling' if more else f'rope_parameters.{layers}'}")
+        found.append(rope_of(outside, inner, theta=fields.number(base, theta)))
+    return found[0], found[1]
 
 
 _RENAMES = (

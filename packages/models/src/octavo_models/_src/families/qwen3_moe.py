@@ -12,8 +12,9 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
     layers = fields.integer("num_hidden_layers")
     slides = fields.boolean("use_sliding_window", False) and fields.values.get("sliding_window", 0) is not None
     window = fields.integer("sliding_window", 4096) if slides else None
+    experts = fields.integer("num_experts", fields.integer("num_local_experts", 128, least=0), least=0)
     moe = MoEConfig(
-        num_experts=fields.integer("num_experts", fields.integer("num_local_experts", 128)),
+        num_experts=experts,
         experts_per_token=fields.integer("num_experts_per_tok", 8),
         intermediate_size=fields.integer("moe_intermediate_size", 768),
         normalise=fields.boolean("norm_topk_prob", False),
@@ -27,7 +28,7 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
         attention_bias=fields.boolean("attention_bias", False),
         qk_norm=True,
         windows=() if window is None else (window,) * layers,
-        moe=moe,
+        moe=moe if experts else None,
         moe_layers=_moe_layers(fields, layers),
     )
 
