@@ -92,8 +92,8 @@ def make_llm(checkpoint):
 
     made = []
 
-    def make(**options):
-        llm = LLM(str(checkpoint), **{**OPTIONS, "num_gpu_blocks_override": 200, **options})
+    def make(model=checkpoint, **options):
+        llm = LLM(str(model), **{**OPTIONS, "num_gpu_blocks_override": 200, **options})
         made.append(llm)
         return llm
 

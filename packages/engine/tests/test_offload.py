@@ -1,8 +1,12 @@
-"""KV below the device in a running engine: the same tokens as without it, whatever happens to the tiers."""
+"""KV below the device in a running engine: the same tokens as without it, whatever happens to the tiers.
+
+Size: engines that are dear to build are asked everything here.
+"""
 
 import functools
 import itertools
 import os
+import pathlib
 import signal
 import time
 
@@ -10,7 +14,7 @@ import numpy as np
 import pytest
 
 from octavo_core.errors import ConfigError
-from octavo_core.keys import namespace_of, tier_root
+from octavo_core.keys import block_keys, namespace_of, tier_root
 from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.wire import EngineRequest, SamplingParams
 from octavo_engine._src.kv_offload_config import parse
@@ -21,6 +25,7 @@ from octavo_offload.node import Blocks, Node
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 NAMES = itertools.count()
+MODELS = pathlib.Path(__file__).parents[2] / "models" / "tests" / "fixtures"
 
 
 class Served:
@@ -45,7 +50,9 @@ class Served:
         )
         self.core.planner.reset()
         root = functools.partial(tier_root, **facts)
-        self.core.offload = Offload(store, self.first._mover, self.first._lending, 16, root, token_s=10.0, learns=False)
+        self.core.offload = Offload(
+            store, self.first._mover, self.first._lending, self.core.planner.spec, root, token_s=10.0, learns=False
+        )
         return self.core.offload
 
     def stop(self):
@@ -100,6 +107,16 @@ def wanted(served, texts):
     return [served.ask(text)[0][0] for text in texts]
 
 
+def findable(radix, spec):
+    """Part, id and generation of every block that a prefix leads to."""
+    nodes = np.flatnonzero(np.asarray(radix.is_indexed)) if spec.whole_groups else np.zeros(0, int)
+    names = {(0, block, int(radix.generation[block])) for block in nodes.tolist()}
+    for part, side in enumerate(radix.sides, bool(spec.whole_groups)):
+        assert not np.any(np.asarray(side.refcount)), "nothing is leased"
+        names |= {(part, block, int(side.generation[block])) for block in np.flatnonzero(np.asarray(side.owner)).tolist()}
+    return names
+
+
 def check_books(served):
     """Nothing is leased, and every known block is where and what the cache says."""
     from octavo_kvcache import audit
@@ -112,11 +129,8 @@ def check_books(served):
     assert audit(cache, served.core.planner.spec) == []
     assert served.core.offload.store.host.num_leased == 0
     assert served.core.offload._held_bytes == 0
-    indexed, generation = np.asarray(cache.radix.is_indexed), np.asarray(cache.radix.generation)
-    for block, (known, _) in served.core.offload._blocks.items():
-        assert indexed[block]
-        assert generation[block] == known
-    assert set(np.flatnonzero(indexed).tolist()) - {0} == set(served.core.offload._blocks)
+    known = {name for name, _ in served.core.offload.blocks.items()}
+    assert known == findable(cache.radix, served.core.planner.spec)
 
 
 def test_what_the_device_lost_comes_back_with_the_same_tokens(served, texts, wanted):
@@ -288,7 +302,7 @@ def test_a_turn_that_failed_is_not_trusted_with_what_the_device_holds(served, te
     served.idle()
     monkeypatch.setattr(offload.store, "has", lambda key: False)
     monkeypatch.setattr(offload.store, "save", lambda *words: saved.append(words))
-    offload._unsaved.update(dict.fromkeys(offload._blocks))
+    offload._unsaved.update(dict.fromkeys(key for _, key in offload.blocks.items()))
     offload.is_amid_turn = is_amid_turn
     offload.close()
     served.core.offload = None
@@ -339,6 +353,90 @@ def test_an_agent_that_is_killed_while_requests_wait_for_it_costs_no_token(serve
             assert time.monotonic() < end, "a new agent joins"
             time.sleep(0.01)
     check_books(served)
+
+
+NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("gemma3", marks=pytest.mark.slow),
+        pytest.param("mistral", marks=pytest.mark.slow),
+        pytest.param("gpt-oss", marks=NIGHTLY),
+        pytest.param("deepseek-v3", marks=NIGHTLY),
+    ],
+)
+def windowed(make_llm, request):
+    """Layers of which some, all, some and none see 24 tokens back: 30 blocks of 16 tokens in each group."""
+    llm = make_llm(MODELS / request.param, num_gpu_blocks_override=31, kv_offload="host=8M", max_num_seqs=8)
+    windowed = Served(llm)
+    windowed.core.offload = None
+    yield windowed
+    windowed.stop()
+
+
+@pytest.fixture
+def said(windowed, texts):
+    """What it says without tiers."""
+    windowed.stop()
+    windowed.core.planner.reset()
+    return [windowed.ask(text)[0][0] for text in texts]
+
+
+def test_windows_lost_by_the_device_come_back_with_the_same_tokens(windowed, texts, said):
+    offload = windowed.restart(None)
+    compiled = windowed.llm._built.recompiles
+    assert [windowed.ask(text)[0][0] for text in texts] == said
+    again = [windowed.ask(text)[0] for text in texts]
+    assert [tokens for tokens, _ in again] == said
+    assert all(cached >= 96 for _, cached in again)
+    assert offload.stats()[0].hits >= 8, "of some prompts at least what a window sees"
+    for _ in range(2):
+        assert [tokens for tokens, _ in windowed.ask(*texts)] == said
+    check_books(windowed)
+    assert windowed.llm._built.recompiles == compiled
+
+
+def test_windows_come_from_a_warm_disk_after_a_restart(windowed, texts, said, tmp_path):
+    windowed.restart(tmp_path, host_bytes=12 * windowed.first.store.host.block_bytes)
+    windowed.ask(*texts[:4])
+    windowed.restart(tmp_path, host_bytes=12 * windowed.first.store.host.block_bytes)
+    assert windowed.ask(texts[0])[0] == (said[0], 96)
+    assert windowed.core.offload.stats()[1].verified >= 2
+    check_books(windowed)
+    assert [tokens for tokens, _ in windowed.ask(*texts)] == said
+    check_books(windowed)
+
+
+def test_a_shorter_prefix_than_the_loaded_one_gets_the_window_it_needs(windowed, texts, tmp_path):
+    """What was loaded has windows at its end only."""
+    mixed = texts[0][:50] + texts[1][:50]
+    windowed.restart(tmp_path)
+    without = windowed.ask(mixed)[0][0]
+    windowed.restart(tmp_path / "other")
+    windowed.ask(texts[0])
+    windowed.restart(tmp_path / "other")
+    assert windowed.ask(texts[0])[0][1] == 96
+    assert windowed.ask(mixed)[0] == (without, 48)
+    check_books(windowed)
+
+
+def test_a_window_that_no_tier_has_is_a_miss(windowed, texts, said):
+    offload = windowed.restart(None)
+    windowed.ask(texts[0])
+    windowed.idle()
+    windowed.core.turn()
+    offload.store.wait_idle(PATIENCE_S)
+    keys = block_keys(texts[0], b"", 16, parent=tier_root(namespace_of(""), revision="a"))
+    lost = keys[5]
+    offload.clear()
+    windowed.core.planner.reset()
+    host = offload.store.host
+    find = host.find
+    host.find = lambda keys: find(keys[: keys.index(lost)] if lost in keys else keys)
+    assert windowed.ask(texts[0])[0] == (said[0], 80), "as far as windows go"
+    check_books(windowed)
 
 
 @pytest.mark.parametrize(

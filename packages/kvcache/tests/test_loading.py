@@ -16,6 +16,12 @@ def quick(function):
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
+def words(driver, first, upto, space=0, tenant=0, complete=()):
+    """What `load` is told besides tokens."""
+    brought = np.isin(np.arange(driver.spec.max_blocks), complete)
+    return np.int32(first), np.int32(upto), np.array([space, 0], np.uint32), np.int32(tenant), brought
+
+
 @pytest.fixture
 def loader(drive):
     """A driver, and `load` of a prompt: answers (ids, generations, found, new) and keeps the lease."""
@@ -26,8 +32,7 @@ def loader(drive):
     settle = quick(cache.settle)
 
     def run(tokens, first, upto, space=0, tenant=0):
-        key = np.array([space, 0], np.uint32)
-        driver.state, loaded = load(driver.state, driver.pad(tokens), np.int32(first), np.int32(upto), key, np.int32(tenant))
+        driver.state, loaded = load(driver.state, driver.pad(tokens), *words(driver, first, upto, space, tenant))
         driver.audited()
         return jax.device_get(loaded)
 
@@ -131,8 +136,8 @@ def test_what_is_lent_stays_and_what_was_stored_goes(loader):
 def test_tenants_with_quotas_load_into_trees_of_their_own(drive):
     driver = drive(num_blocks=(12,), sequences=3, quotas=(4, 4))
     load, unload = quick(driver.object.load), quick(driver.object.unload)
-    key, tokens = np.array([5, 0], np.uint32), list(range(8))
-    driver.state, loaded = load(driver.state, driver.pad(tokens), np.int32(0), np.int32(4), key, np.int32(1))
+    tokens = list(range(8))
+    driver.state, loaded = load(driver.state, driver.pad(tokens), *words(driver, 0, 4, 5, 1))
     driver.state = unload(driver.state, loaded)
     driver.audited()
     assert driver.admit(0, [*tokens, 9], space=5, tenant=0, want=5)[0] == 0

@@ -51,6 +51,14 @@ def block_keys(tokens: Sequence[int], namespace: bytes, block_size: int, *, pare
     return keys
 
 
+def partial_key(key: bytes) -> bytes:
+    """Name of a block outside the device when only the groups that keep every block have KV of it; `key` names it with that of all groups.
+
+    A reader that needs all of a block looks under `key` alone, so that it cannot take a part for the whole.
+    """
+    return hashlib.sha256(b"octavo-partial" + key).digest()
+
+
 def tier_root(namespace: bytes, **facts: str | int) -> bytes:
     """Where the key chain of a namespace begins in tiers below the device: hand it to `block_keys` as `parent`.
 

@@ -68,12 +68,19 @@ class Admitted(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A path of blocks made findable from outside: `num_found` of them were cached, `num_new` follow whose KV must be written. 0 pads."""
+    """A path of blocks made findable from outside: `num_found` of them were cached, `num_new` follow whose KV must be written. 0 pads.
+
+    `sides` are the groups that keep the last few blocks only, in order: of each the blocks that are leased with the path, by column, and
+    which of them are new, so that their KV must be written too. Where no group keeps every block, `block_ids` name nothing on the device.
+    """
 
     block_ids: Int32[Array, " max_blocks"]
     generations: Int32[Array, " max_blocks"]
     num_found: Int32[Array, ""]
     num_new: Int32[Array, ""]
+    side_ids: Int32[Array, "sides max_blocks"]
+    side_generations: Int32[Array, "sides max_blocks"]
+    side_new: Bool[Array, "sides max_blocks"]
 
 
 class CacheEvents(NamedTuple):

@@ -99,7 +99,7 @@ class MatchingCache(Protocol[C_in]):
 class LoadingCache(Protocol[C]):
     """What tiers below the device want of a `PrefixCache` besides: taking in blocks that nobody here computed, and lending out blocks.
 
-    Only for caches whose groups all keep every block: a block has one id in all of them.
+    A block has one id in all groups that keep every block, and one of its own in each group that keeps the last few only.
     """
 
     def load(
@@ -110,11 +110,15 @@ class LoadingCache(Protocol[C]):
         upto: Int32[Array, ""],
         namespace: UInt32[Array, " 2"],
         tenant: Int32[Array, ""],
+        complete: Bool[Array, " max_blocks"],
     ) -> tuple[C, Loaded]:
         """Make blocks `first` to `upto` of a prompt findable, as far as those before `first` are, and lease all until `unload`.
 
         Blocks are taken for those that are not cached yet, as many as there are, evicting others if it must. The caller
         writes their KV before the next step runs.
+
+        Where groups keep the last few blocks only, it takes all or nothing: what each of them looks back to from `upto` must be cached, or
+        come from outside with the KV of every group, as that of the `complete` blocks does.
         """
 
     def unload(self, cache: C, loaded: Loaded) -> C:
@@ -123,7 +127,8 @@ class LoadingCache(Protocol[C]):
     def lend(self, cache: C, *, high: float, low: float, size: int) -> tuple[C, Any]:
         """Where more than the share `high` of the pool is in use, lend some of the blocks that would be evicted next, until `settle`.
 
-        As many as bring it down to `low`, at most `size`. A loan is a tuple of arrays: first ids (0 pads), then generations.
+        As many as bring it down to `low`, at most `size`. A loan is a tuple of arrays: first ids (0 pads) in the groups that keep every
+        block, then generations. Not called where there are none.
         """
 
     def settle(self, cache: C, loan: Any, stored: Bool[Array, " size"]) -> C:

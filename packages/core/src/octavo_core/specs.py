@@ -93,6 +93,16 @@ class CacheSpec:
         return tuple(g for g, kind in enumerate(self.kinds) if kind in ("full", "latent"))
 
     @property
+    def side_groups(self) -> tuple[int, ...]:
+        """The others."""
+        return tuple(g for g in range(self.groups) if g not in self.whole_groups)
+
+    @property
+    def reaches(self) -> tuple[int, ...]:
+        """For each of `side_groups`, blocks before the current one that it looks back to; a recurrent state: to the snapshot it goes on from."""
+        return tuple(1 if self.kinds[g] == "state" else -(-(self.windows[g] - 1) // self.block_size) for g in self.side_groups)
+
+    @property
     def usable_blocks(self) -> int:
         """Blocks of tokens one sequence could hold if alone: what the scarcest of the whole groups allows."""
         return min((self.num_blocks[g] - 1 for g in self.whole_groups), default=self.max_blocks)

@@ -37,44 +37,48 @@ class BlockMover:
         self._runner = runner
         self._gathers: dict[tuple[Any, int], Any] = {}
         self._scatters: dict[tuple[Any, int], Any] = {}
-        attention = runner.programs.attention
-        one = jax.ShapeDtypeStruct((1,), jnp.int32)
-        shapes = [jax.eval_shape(functools.partial(_gather, attention), kv, one) for kv in runner.kv]
+        attention, self._num_groups = runner.programs.attention, len(runner.programs.groups)
+        one = jax.ShapeDtypeStruct((self._num_groups, 1), jnp.int32)
+        shapes = [jax.eval_shape(functools.partial(_gather, attention, kind[0]), kv, one) for kind, kv in self._kinds()]
         self.piece_bytes = tuple(shape.shape[1] for shape in shapes)
         self._compile()
 
-    @staticmethod
-    def _kind(kv: Any) -> tuple[Any, ...]:
-        return tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(kv))
+    def _kinds(self) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        """Of each segment what its programs depend on, the groups of its layers first, and its KV."""
+        for segment, kv in zip(self._runner.programs.segments, self._runner.kv, strict=True):
+            yield (segment.groups, *((x.shape, str(x.dtype)) for x in jax.tree.leaves(kv))), kv
 
     def _compile(self) -> None:
         """One program for each size and each kind of segment; most segments are alike."""
         attention, compiler = self._runner.programs.attention, self._runner.compiler
-        gather = compiler.jit(functools.partial(_gather, attention))
-        for kv, size_bytes in zip(self._runner.kv, self.piece_bytes, strict=True):
-            scatter = compiler.jit(functools.partial(_scatter, attention), donate=(0,), kv=kv)
+        for (kind, kv), size_bytes in zip(self._kinds(), self.piece_bytes, strict=True):
+            gather = compiler.jit(functools.partial(_gather, attention, kind[0]))
+            scatter = compiler.jit(functools.partial(_scatter, attention, kind[0]), donate=(0,), kv=kv)
             for size in SIZES:
-                key = self._kind(kv), size
-                if key not in self._gathers:
-                    ids, data = compiler.ints(size), compiler.placed(jax.ShapeDtypeStruct((size, size_bytes), jnp.uint8))
-                    self._gathers[key] = compiler.compile("gather", gather, kv, ids)
-                    self._scatters[key] = compiler.compile("scatter", scatter, kv, ids, data)
+                if (kind, size) not in self._gathers:
+                    ids = compiler.placed(jax.ShapeDtypeStruct((self._num_groups, size), jnp.int32))
+                    data = compiler.placed(jax.ShapeDtypeStruct((size, size_bytes), jnp.uint8))
+                    self._gathers[kind, size] = compiler.compile(f"gather of groups {kind[0]}", gather, kv, ids)
+                    self._scatters[kind, size] = compiler.compile(f"scatter to groups {kind[0]}", scatter, kv, ids, data)
 
-    def gather(self, block_ids: Sequence[int]) -> Iterator[tuple[slice, list[Any]]]:
-        """Begin to copy blocks out: which of the ids, and an array for each segment whose first rows are theirs."""
-        for part, size in _parts(len(block_ids)):
-            ids = _padded(block_ids[part], size, 0)
-            yield part, [self._gathers[self._kind(kv), size](kv, ids) for kv in self._runner.kv]
+    def gather(self, block_ids: Int32[np.ndarray, "groups ids"]) -> Iterator[tuple[slice, list[Any]]]:
+        """Begin to copy blocks out: which columns of the ids, and an array for each segment whose first rows are theirs.
 
-    def scatter(self, block_ids: Sequence[int], pieces: Sequence[np.ndarray]) -> None:
-        """Write blocks: row `i` of each piece belongs to `block_ids[i]`."""
-        for part, size in _parts(len(block_ids)):
-            ids, out = _padded(block_ids[part], size, -1), []
-            for kv, piece in zip(self._runner.kv, pieces, strict=True):
+        A block's bytes in a group whose id is 0 mean nothing.
+        """
+        for part, size in _parts(block_ids.shape[1]):
+            ids = _padded(block_ids[:, part], size, 0)
+            yield part, [self._gathers[kind, size](kv, ids) for kind, kv in self._kinds()]
+
+    def scatter(self, block_ids: Int32[np.ndarray, "groups ids"], pieces: Sequence[np.ndarray]) -> None:
+        """Write blocks: row `i` of each piece belongs to `block_ids[:, i]`; in a group whose id is −1 nothing is written."""
+        for part, size in _parts(block_ids.shape[1]):
+            ids, out = _padded(block_ids[:, part], size, -1), []
+            for (kind, kv), piece in zip(self._kinds(), pieces, strict=True):
                 rows = piece[part]
                 if len(rows) < size:
                     rows = np.concatenate([rows, np.zeros((size - len(rows), piece.shape[1]), np.uint8)])
-                out.append(self._scatters[self._kind(kv), size](kv, ids, rows))
+                out.append(self._scatters[kind, size](kv, ids, rows))
             self._runner.kv = tuple(out)
 
 
@@ -85,20 +89,26 @@ def _parts(count: int) -> Iterator[tuple[slice, int]]:
         yield slice(start, stop), next(size for size in SIZES if size >= stop - start)
 
 
-def _padded(ids: Sequence[int], size: int, fill: int) -> np.ndarray:
-    return np.array([*ids, *[fill] * (size - len(ids))], np.int32)
+def _padded(ids: Int32[np.ndarray, "groups ids"], size: int, fill: int) -> Int32[np.ndarray, "groups size"]:
+    return np.pad(ids, [(0, 0), (0, size - ids.shape[1])], constant_values=fill)
 
 
-def _gather(attention: AttentionBackend[Any], kv: tuple[Any, ...], ids: Int32[Array, " ids"]) -> UInt8[Array, "ids piece_bytes"]:
-    return jnp.concatenate([attention.gather(layer, ids) for layer in kv], axis=1)
+def _gather(
+    attention: AttentionBackend[Any], groups: tuple[int, ...], kv: tuple[Any, ...], ids: Int32[Array, "groups ids"]
+) -> UInt8[Array, "ids piece_bytes"]:
+    return jnp.concatenate([attention.gather(layer, ids[group]) for group, layer in zip(groups, kv, strict=True)], axis=1)
 
 
 def _scatter(
-    attention: AttentionBackend[Any], kv: tuple[Any, ...], ids: Int32[Array, " ids"], data: UInt8[Array, "ids piece_bytes"]
+    attention: AttentionBackend[Any],
+    groups: tuple[int, ...],
+    kv: tuple[Any, ...],
+    ids: Int32[Array, "groups ids"],
+    data: UInt8[Array, "ids piece_bytes"],
 ) -> tuple[Any, ...]:
     out, first = [], 0
-    for layer in kv:
-        size = jax.eval_shape(attention.gather, layer, ids).shape[1]
-        out.append(attention.scatter(layer, ids, data[:, first : first + size]))
+    for group, layer in zip(groups, kv, strict=True):
+        size = jax.eval_shape(attention.gather, layer, ids[group]).shape[1]
+        out.append(attention.scatter(layer, ids[group], data[:, first : first + size]))
         first += size
     return tuple(out)

@@ -11,7 +11,6 @@ import jax
 from octavo_core.errors import ConfigError
 from octavo_core.keys import tier_root
 from octavo_core.seams import AttentionBackend, LoadingCache, PrefixCache
-from octavo_core.specs import CacheSpec
 from octavo_engine._src import kv_offload_config
 from octavo_engine._src.block_mover import BlockMover
 from octavo_engine._src.kv_facts import kv_facts
@@ -46,7 +45,7 @@ def build_tiers(
     if not tiers.is_wanted:
         return None
     started_s, spec = time.monotonic(), planner.spec
-    checked = _check(cache, spec)
+    checked = _check(cache)
     mover = BlockMover(runner)
     facts = kv_facts(config, checkpoint, loaded, attention, spec, mover.piece_bytes, content_digest(checkpoint.weight_files))
     root = functools.cache(lambda namespace: tier_root(namespace, **facts))  # type: ignore[arg-type]
@@ -68,7 +67,7 @@ def build_tiers(
         store,
         mover,
         Lending(planner, checked),
-        spec.block_size,
+        spec,
         root,
         token_s=1e-3 if on_cpu else 2e-5,
     )
@@ -96,13 +95,9 @@ def _remote(config: EngineConfig, target: str) -> RemoteConfig | None:
     return RemoteConfig(target=target, secret=secret, tls=read_tls(*paths))
 
 
-def _check(cache: PrefixCache[Any], spec: CacheSpec) -> LoadingCache[Any]:
+def _check(cache: PrefixCache[Any]) -> LoadingCache[Any]:
     if not isinstance(cache, LoadingCache):
         raise ConfigError(
             f"--kv-offload wants a prefix cache that takes blocks in; {type(cache).__name__} has no load, unload, lend, settle"
-        )
-    if len(spec.whole_groups) < spec.groups:
-        raise ConfigError(
-            f"--kv-offload serves models whose layers keep all of their KV; this one's groups are {', '.join(spec.kinds)}"
         )
     return cache

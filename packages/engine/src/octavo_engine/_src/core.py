@@ -278,7 +278,7 @@ class EngineCore:
                 found.append((sequence.slot, int(plan.cached_len[i])))
                 self._note_first_step(sequence, int(plan.cached_len[i]))
                 if self.offload is not None and sequence.cached_len:
-                    self.offload.reuse(sequence, np.asarray(plan.block_table[0, i]), sequence.cached_len)
+                    self.offload.reuse(sequence, sequence.cached_len)
         preempted = self._note_preemption(int(plan.preempted), int(plan.lost_len))
         dispatched = self._runner.dispatch(plan)
         scores = self._score_prompts(dispatched, rows) if any(s is not None and s.wants_prompt_scores for s in rows) else []

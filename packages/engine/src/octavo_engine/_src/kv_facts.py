@@ -38,7 +38,7 @@ def kv_facts(
         "attention": f"{type(attention).__module__}.{type(attention).__qualname__}",
         "layout": attention.layout_id,
         "pieces": ",".join(map(str, piece_bytes)),
-        "groups": spec.groups,
+        "groups": ",".join(f"{kind}:{window}" for kind, window in zip(spec.kinds, spec.windows, strict=True)),
         "block_size": spec.block_size,
         "rank": 0,
         "ranks": config.tensor_parallel_size,

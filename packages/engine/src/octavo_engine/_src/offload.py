@@ -22,10 +22,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from octavo_core.keys import block_keys
+from octavo_core.keys import block_keys, partial_key
 from octavo_core.plan import Loaded, StepPlan
+from octavo_core.specs import CacheSpec
 from octavo_core.wire import TierStats
 from octavo_engine._src.block_mover import BlockMover
+from octavo_engine._src.device_blocks import DeviceBlocks, Name, There
 from octavo_engine._src.lending import Lending, Load
 from octavo_engine._src.sequence import Sequence
 
@@ -49,10 +51,16 @@ _LEAST_TOKENS: Final = 16
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
-    """Bytes on their way for a request: of its blocks from `first` on."""
+    """Bytes on their way for a request.
+
+    Attributes:
+        brought: Column of each block; True: with the bytes of every group.
+        there: What the device had when the fetch began.
+    """
 
     fetch: Fetch
-    first: int
+    brought: dict[int, bool]
+    there: There
     held_bytes: int
 
 
@@ -74,7 +82,7 @@ class Offload:
         store: The tiers.
         mover: Blocks of the device.
         lending: The cache's side.
-        block_size: Tokens in a block.
+        spec: Of the cache.
         root: Where the key chain of a namespace begins.
         token_s: Assumed of a prompt token until steps were timed.
         learns: False keeps `token_s`.
@@ -85,24 +93,23 @@ class Offload:
         store: TieredStore,
         mover: BlockMover,
         lending: Lending,
-        block_size: int,
+        spec: CacheSpec,
         root: Callable[[bytes], bytes],
         *,
         token_s: float,
         learns: bool = True,
     ) -> None:
         self.store, self._mover, self._lending = store, mover, lending
-        self._block_size, self._root = block_size, root
+        self._spec, self._block_size, self._root = spec, spec.block_size, root
         self.token_s, self.learns = token_s, learns
         self._chains: WeakKeyDictionary[Sequence, list[bytes]] = WeakKeyDictionary()
         self._loading: dict[Sequence, Waiting] = {}
         self._ready: dict[Sequence, Waiting] = {}
         self._held_bytes = 0
         self._round = _Round()
-        self._blocks: dict[int, tuple[int, bytes]] = {}
-        self._keys: dict[bytes, int] = {}
-        self._unsaved: dict[int, None] = {}
-        self._reused: list[tuple[int, bytes]] = []
+        self.blocks = DeviceBlocks(spec)
+        self._unsaved: dict[bytes, None] = {}
+        self._reused: dict[bytes, None] = {}
         self._loan: tuple[Any, list[bool] | None] | None = None
         self.is_amid_turn = False
 
@@ -122,16 +129,37 @@ class Offload:
     def begin(self, sequence: Sequence) -> bool:
         """Look for a request's prefix; whether it has to wait for bytes before it is queued."""
         keys = self.keys_of(sequence, (sequence.prompt_len - 1) // self._block_size)
-        first = next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
-        if first == len(keys) or self._held_bytes >= MAX_HELD_BYTES:
+        there = self.blocks.of(keys)
+        kept, has = self._kept(keys, there), self.blocks.end(there)
+        end = self.blocks.end(there.joined(kept))
+        if end <= has or self._held_bytes >= MAX_HELD_BYTES:
             return False
-        fetch = self.store.fetch(keys[first:], self.token_s * self._block_size)
+        brought = {i: kept[i] for i in self.blocks.lacking(there, end)}
+        names = [keys[i] if is_complete else partial_key(keys[i]) for i, is_complete in brought.items()]
+        fetch = self.store.fetch(names, self.token_s * self._block_size * (end - has) / len(names))
         if fetch is None:
             return False
-        waiting = Waiting(fetch, first, len(fetch.keys) * sum(self._mover.piece_bytes))
+        waiting = Waiting(fetch, brought, there, len(fetch.keys) * sum(self._mover.piece_bytes))
         self._loading[sequence] = waiting
         self._held_bytes += waiting.held_bytes
         return True
+
+    def _kept(self, keys: list[bytes], there: There) -> dict[int, bool]:
+        """Columns of blocks that a tier may have; True: with the bytes of every group.
+
+        Where all groups keep every block a fetch finds out by itself how far they go.
+        """
+        if not self.blocks.reaches:
+            return {i: True for i, is_there in enumerate(there.whole) if not is_there}
+        kept = {}
+        for i, key in enumerate(keys):
+            if self.store.finds(key):
+                kept[i] = True
+            elif self.blocks.has_whole and not there.whole[i]:
+                if not self.store.finds(partial_key(key)):
+                    break
+                kept[i] = False
+        return kept
 
     @property
     def num_loading(self) -> int:
@@ -172,11 +200,22 @@ class Offload:
             if waiting is None:
                 continue
             self._held_bytes -= waiting.held_bytes
-            if not waiting.fetch.num_blocks:
-                continue
-            request, upto = sequence.request, waiting.first + waiting.fetch.num_blocks
-            load = Load(request.prompt_ids, waiting.first, upto, request.namespace, request.tenant)
-            self._round.loads.append((load, waiting, self.keys_of(sequence, upto)))
+            load = self._load_of(sequence, waiting)
+            if load is not None:
+                self._round.loads.append((load, waiting, self.keys_of(sequence, load.upto)))
+
+    def _load_of(self, sequence: Sequence, waiting: Waiting) -> Load | None:
+        """What of a prompt can be loaded with what has come; None: nothing that is worth it."""
+        request, blocks = sequence.request, self.blocks
+        came = dict(list(waiting.brought.items())[: waiting.fetch.num_blocks])
+        upto = blocks.end(waiting.there.joined(came))
+        if upto <= blocks.end(waiting.there):
+            return None
+        first = upto if blocks.has_whole else 0  # the cache must have all before it
+        while first - 1 in came:
+            first -= 1
+        complete = [i for i, is_complete in came.items() if is_complete]
+        return Load(request.prompt_ids, first, upto, complete, request.namespace, request.tenant)
 
     def load(self) -> None:
         """Take blocks for those let in, and end a loan whose copies are kept. In the planner's thread, before `arrive`."""
@@ -192,82 +231,70 @@ class Offload:
 
     def lend(self, plan: StepPlan) -> None:
         """Have blocks lent where the pool is crowded. In the planner's thread, after the plan."""
-        if self._loan is None and not self.store.is_busy and self._lending.is_crowded(int(plan.events.num_free[0])):
+        if self._loan is None and not self.store.is_busy and self._lending.is_crowded(plan.events.num_free):
             self._round.loan = self._lending.lend()
 
     def follow(self, plan: StepPlan, sequences: Many[Sequence | None]) -> None:
         """Carry out what a plan means for tiers, before its step is dispatched."""
         this, self._round = self._round, _Round()
         events = plan.events
-        removed = {(block, generation) for group, block, generation in _listed(events.removed) if group == 0}
-        self._save([(block, key) for block, generation in removed if (key := self._strike(block, generation)) is not None])
+        removed = self.blocks.named(_listed(events.removed))
+        self._save([key for name in removed if (key := self.blocks.key_of(name)) is not None])
+        for name in removed:
+            self.blocks.strike(name)
         is_known = not bool(events.overflow)
         if not is_known:  # an event that is missing may be the end of any of them
-            self._blocks.clear()
-            self._keys.clear()
+            self.blocks.clear()
             self._unsaved.clear()
+        gone = set(removed)
         for (load, waiting, keys), loaded in zip(this.loads, this.loaded, strict=True):
-            self._write(load, waiting, keys, loaded, removed, is_known=is_known)
+            for name, key in self._write(load, waiting, keys, loaded):
+                if is_known and name not in gone:
+                    self.blocks.enter(name, key)
         if is_known:
-            self._note_stored(events.stored, sequences)
+            self._note_stored(events.stored, sequences, gone)
         if this.loan is not None:
             self._copy_loan(this.loan)
 
-    def _strike(self, block: int, generation: int) -> bytes | None:
-        """Forget a block that is gone; its key where it was known."""
-        known = self._blocks.get(block)
-        if known is None or known[0] != generation:
-            return None
-        del self._blocks[block]
-        self._unsaved.pop(block, None)
-        if self._keys.get(known[1]) == block:
-            del self._keys[known[1]]
-        return known[1]
+    def _write(self, load: Load, waiting: Waiting, keys: list[bytes], loaded: Loaded) -> list[tuple[Name, bytes]]:
+        """Write loaded blocks to the device, and name them. One evicted in the same plan is written too: whoever has it now writes after it."""
+        found, new, blocks = int(loaded.num_found), int(loaded.num_new), self.blocks
+        ids = np.full((self._spec.groups, len(keys)), -1, np.int32)
+        if blocks.has_whole and new:
+            ids[list(self._spec.whole_groups), found : found + new] = loaded.block_ids[found : found + new]
+        for number, group in enumerate(self._spec.side_groups):
+            ids[group] = np.where(loaded.side_new[number], loaded.side_ids[number], -1)[: len(keys)]
+        columns = np.flatnonzero((ids >= 0).any(0)).tolist()
+        if not columns:
+            return []
+        row_of = {column: row for row, column in enumerate(waiting.brought)}
+        rows = [row_of[column] for column in columns]
+        chosen = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else rows
+        self._mover.scatter(ids[:, columns], [piece[chosen] for piece in waiting.fetch.take()])
+        generations = [loaded.generations, *loaded.side_generations][0 if blocks.has_whole else 1 :]
+        return [
+            ((part, int(ids[groups[0], i]), int(generations[part][i])), keys[i])
+            for part, groups in enumerate(blocks.groups)
+            for i in columns
+            if ids[groups[0], i] >= 0
+        ]
 
-    def _enter(self, block: int, generation: int, key: bytes) -> None:
-        old = self._blocks.get(block)
-        if old is not None:
-            self._strike(block, old[0])
-        self._blocks[block] = generation, key
-        self._keys[key] = block
-
-    def _write(
-        self,
-        load: Load,
-        waiting: Waiting,
-        keys: list[bytes],
-        loaded: Loaded,
-        removed: set[tuple[int, int]],
-        *,
-        is_known: bool,
-    ) -> None:
-        """Write loaded blocks to the device. One that was evicted in the same plan is written too: whoever has it now writes after it."""
-        found, new = int(loaded.num_found), int(loaded.num_new)
-        if not new:
-            return
-        rows, columns = slice(found - load.first, found - load.first + new), slice(found, found + new)
-        ids, generations = loaded.block_ids[columns].tolist(), loaded.generations[columns].tolist()
-        self._mover.scatter(ids, [piece[rows] for piece in waiting.fetch.take()])
-        for block, generation, key in zip(ids, generations, keys[columns], strict=True):
-            if is_known and (block, generation) not in removed:
-                self._enter(block, generation, key)
-
-    def _note_stored(self, stored: Any, sequences: Many[Sequence | None]) -> None:
-        for group, block, generation, index, column in _listed(stored):
-            sequence = sequences[index] if 0 <= index < len(sequences) else None
-            if group == 0 and sequence is not None:
-                keys = self.keys_of(sequence, column + 1)
+    def _note_stored(self, stored: Any, sequences: Many[Sequence | None], gone: set[Name]) -> None:
+        for event in _listed(stored):
+            sequence, column = sequences[event[3]] if 0 <= event[3] < len(sequences) else None, event[4]
+            for name in self.blocks.named([event]):
+                keys = self.keys_of(sequence, column + 1) if sequence is not None and name not in gone else []
                 if len(keys) > column:
-                    self._enter(block, generation, keys[column])
-                    self._unsaved[block] = None
+                    self.blocks.enter(name, keys[column])
+                    self._unsaved[keys[column]] = None
 
     def _copy_loan(self, loan: Any) -> None:
         """Copy lent blocks; the loan ends when the tiers have answered."""
         names = zip(loan[0].tolist(), loan[1].tolist(), strict=True)
-        known = [self._blocks.get(block) for block, _ in names]
-        keys = [k[1] if k is not None and k[0] == g else None for k, g in zip(known, loan[1].tolist(), strict=True)]
-        stored = [key is not None and self.store.has(key) for key in keys]
-        missing = [i for i, key in enumerate(keys) if key is not None and not stored[i]]
+        keys = [self.blocks.key_of((0, block, generation)) for block, generation in names]
+        chosen = [None if key is None else self._choose(key) for key in keys]
+        stored = [key is not None and choice is None for key, choice in zip(keys, chosen, strict=True)]
+        missing = [i for i, choice in enumerate(chosen) if choice is not None]
         self._loan = loan, None if missing else stored
 
         def kept(answers: list[bool]) -> None:
@@ -275,44 +302,53 @@ class Offload:
                 stored[i] = answer
             self._loan = loan, stored
 
-        blocks = [(int(loan[0][i]), key) for i in missing if (key := keys[i]) is not None]
-        self._save(blocks, kept)
+        self._copy([choice for choice in chosen if choice is not None], kept)
 
     # Copying out ------------------------------------------------------------------------------------------------------
 
-    def _save(self, blocks: list[tuple[int, bytes]], kept: Callable[[list[bool]], None] | None = None) -> None:
-        """Copy blocks that no tier has. `kept` hears of all at once, and only of at most as many as are moved at once."""
-        if kept is None:
-            blocks = [(block, key) for block, key in blocks if not self.store.has(key)]
-        for part, pieces in self._mover.gather([block for block, _ in blocks]):
-            self.store.save([key for _, key in blocks[part]], pieces, kept)
-        for block, _ in blocks:
-            self._unsaved.pop(block, None)
+    def _choose(self, key: bytes) -> tuple[bytes, tuple[int, ...]] | None:
+        """How a block is to be kept: its name in the tiers, and where it is in each part. None: there is no more of it than they have."""
+        ids = self.blocks.ids(key)
+        if self.store.has(key) or not any(ids):
+            return None
+        if all(ids):
+            return key, ids
+        name = partial_key(key)
+        return (name, ids) if self.blocks.has_whole and ids[0] and not self.store.has(name) else None
 
-    def reuse(self, sequence: Sequence, table: np.ndarray, cached_len: int) -> None:
+    def _save(self, keys: Many[bytes]) -> None:
+        """Copy what is on the device of these blocks and no tier has."""
+        self._copy([choice for key in dict.fromkeys(keys) if (choice := self._choose(key)) is not None])
+        for key in keys:
+            self._unsaved.pop(key, None)
+
+    def _copy(self, chosen: list[tuple[bytes, tuple[int, ...]]], kept: Callable[[list[bool]], None] | None = None) -> None:
+        """Copy blocks. `kept` hears of all at once, and only of at most as many as are moved at once."""
+        ids = np.zeros((self._spec.groups, len(chosen)), np.int32)
+        for part, groups in enumerate(self.blocks.groups):
+            ids[list(groups)] = [where[part] for _, where in chosen]
+        for some, pieces in self._mover.gather(ids):
+            self.store.save([name for name, _ in chosen[some]], pieces, kept)
+
+    def reuse(self, sequence: Sequence, cached_len: int) -> None:
         """A prefix was found on the device: it is worth keeping. It is copied when the step has been dispatched."""
         count = min(cached_len // self._block_size, REUSED_BLOCKS)
-        keys = self.keys_of(sequence, count)
-        self._reused += [(b, k) for b, k in zip(table[:count].tolist(), keys, strict=True) if not self.store.has(k)]
+        self._reused.update(dict.fromkeys(self.keys_of(sequence, count)))
 
     def catch_up(self) -> None:
-        """Copy what was reused, before the next step. Its lease holds at least until the plan after this."""
+        """Copy what was reused, before the next step; what the books name is there until the plan after this."""
         if self._reused:
-            reused, self._reused = self._reused, []
-            self._save(reused)
+            reused, self._reused = self._reused, {}
+            self._save(list(reused))
 
     def idle(self) -> None:
         """Nothing runs: copy some of what no tier has."""
         if self._unsaved and not self.store.is_busy:
-            chosen = list(self._unsaved)[:IDLE_BLOCKS]
-            for block in chosen:
-                del self._unsaved[block]
-            self._save([(block, self._blocks[block][1]) for block in chosen])
+            self._save(list(self._unsaved)[:IDLE_BLOCKS])
 
     def clear(self) -> None:
         """Forget which blocks the device has, when the cache was reset; the tiers keep theirs."""
-        self._blocks.clear()
-        self._keys.clear()
+        self.blocks.clear()
         self._unsaved.clear()
         self._reused.clear()
         self._loan, self._round = None, _Round()

@@ -13,7 +13,7 @@ import numpy as np
 
 from octavo_core.specs import CacheSpec
 from octavo_kvcache._src import keys
-from octavo_kvcache._src.state import WAYS, CacheState, Layout, RadixState, Sequences, Side, layout_of, num_nodes
+from octavo_kvcache._src.state import HOLD, WAYS, CacheState, Layout, RadixState, Sequences, Side, layout_of, num_nodes
 
 
 def audit(cache: CacheState | RadixState, spec: CacheSpec) -> list[str]:
@@ -117,8 +117,11 @@ def _audit_side(name: str, radix: RadixState, number: int, leases: np.ndarray) -
     lost = np.flatnonzero(~is_free & (side.refcount == 0) & (side.owner == 0))
     if lost.tolist() != [0]:
         yield f"{name}: lost blocks besides block 0: {lost}"
-    if np.any(leases != side.refcount):
+    if np.any(leases != side.refcount % HOLD) or np.any(side.refcount < 0):
         yield f"{name}: reference counts differ from the leases held at {np.flatnonzero(leases != side.refcount)}"
+    held = side.owner[side.refcount >= HOLD]
+    if np.any(held == 0) or np.any(radix.refcount[held] == 0):
+        yield f"{name}: a block is leased by hand whose node is not"
     idle = int(np.sum((side.owner > 0) & (side.refcount == 0)))
     if idle != side.counts[1]:
         yield f"{name}: {side.counts[1]} blocks are said to be evictable, counted {idle}"

@@ -166,11 +166,14 @@ class RadixCache:
         upto: Int32[Array, ""],
         namespace: UInt32[Array, " 2"],
         tenant: Int32[Array, ""],
+        complete: Bool[Array, " max_blocks"],
     ) -> tuple[CacheState, Loaded]:
         """Make blocks of a prompt findable that come from outside, and lease them; `octavo_core.seams.LoadingCache`."""
         self._check_state(cache)
         self._check("tokens", tokens, (self.spec.max_len,))
-        radix, loaded = load(self.spec, cache.radix, tokens, first, upto, namespace, tenant, policy=self.policy, quotas=self.quotas)
+        self._check("complete", complete, (self.spec.max_blocks,), "bool")
+        given = (tokens, first, upto, namespace, tenant, complete)
+        radix, loaded = load(self.spec, cache.radix, *given, policy=self.policy, quotas=self.quotas)
         return cache._replace(radix=radix), loaded
 
     def unload(self, cache: CacheState, loaded: Loaded) -> CacheState:

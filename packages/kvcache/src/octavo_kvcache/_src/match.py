@@ -58,7 +58,7 @@ def match(
         tokens: Of the prompt; what stands from `length` on does not matter.
         length: In tokens; negative ones match nothing.
         namespace: Tree to look in.
-        reach: Blocks that each side group looks back to, see `Layout`.
+        reach: Blocks that each side group looks back to, see `Layout`; empty: the tree's own blocks are enough.
 
     Cost: hashes and compares `max_len` tokens and reads as many from the tree, whatever is found.
     Source: prefix caching by chained block hashes as in vLLM, by a radix tree over tokens as in SGLang; here the chain is an associative
@@ -76,7 +76,7 @@ def match(
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), found.block[:-1]])
     good = found.same & (radix.parent[found.block] == before) & ((position + 1) * block_size <= length)
     count = first_true(~good)
-    count = _end_in_reach(radix, count, found.block, reach)
+    count = _end_in_reach(radix, count, found.block, reach) if reach else count
     block = jnp.where(position < count, found.block, 0)
     chain = jnp.where(count > 0, key[jnp.maximum(count - 1, 0)], root)
     return Match(block, jnp.where(block > 0, radix.generation[block], 0), count, chain)
@@ -92,7 +92,7 @@ def _end_in_reach(
         absent = (side.node_block[block] == 0).astype(jnp.int32)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(absent, dtype=jnp.int32)])
         good &= before == before[jnp.maximum(end - back, 0)]
-    return jnp.max(jnp.where(good, end, 0)) if reach else count
+    return jnp.max(jnp.where(good, end, 0))
 
 
 def match_tail(

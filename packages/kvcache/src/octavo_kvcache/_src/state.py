@@ -63,7 +63,7 @@ class Side(NamedTuple):
     Attributes:
         node_block: Block of each node; 0 where there is none.
         owner: Node of each block; 0 for blocks that are free or not yet findable.
-        refcount, generation: As in the tree.
+        refcount, generation: As in the tree; a lease of no sequence adds `HOLD` to the first.
         free: A stack; entries from `counts[0]` on mean nothing.
         counts: Free blocks, and blocks with an owner that nobody leases.
     """
@@ -204,11 +204,9 @@ class Layout(NamedTuple):
 
 
 def layout_of(spec: CacheSpec) -> Layout:
-    """The layout of a spec's groups. A recurrent state looks back one block: to the snapshot it goes on from."""
+    """The layout of a spec's groups."""
     offset = 0 if spec.whole_groups else 1
-    side = tuple(g for g in range(spec.groups) if g not in spec.whole_groups)
-    reach = tuple(1 if spec.kinds[g] == "state" else -(-(spec.windows[g] - 1) // spec.block_size) for g in side)
-    return Layout(spec.whole_groups or (0,), tuple(g + offset for g in side), reach, offset)
+    return Layout(spec.whole_groups or (0,), tuple(g + offset for g in spec.side_groups), spec.reaches, offset)
 
 
 def num_nodes(spec: CacheSpec) -> int:

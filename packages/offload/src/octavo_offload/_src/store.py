@@ -235,6 +235,10 @@ class TieredStore:
         """Whether a block is kept, or will be soon."""
         return self.host.has(key) or any(tier.has(key) for tier in self.lower)
 
+    def finds(self, key: bytes) -> bool:
+        """Whether a block can be found now."""
+        return self.host.find([key]) > 0 or any(tier.find([key]) for tier in self.lower)
+
     def places(self, keys: Sequence[bytes]) -> list[int]:
         """Of each leading block that is kept where: 0 in host memory, from 1 on in a tier below."""
         places: list[int] = []
