@@ -10,7 +10,7 @@ import pytest
 
 from octavo_core.errors import CheckpointError, UnsupportedModelError
 from octavo_core.testing.patience import PATIENCE_S
-from octavo_models.checkpoints import DEFAULT_MODEL, open_checkpoint, resolve
+from octavo_models.checkpoints import DEFAULT_MODEL, describe, open_checkpoint, resolve
 
 
 def test_a_folder_is_served_under_the_path_given(hf_folder):
@@ -68,8 +68,9 @@ def test_a_config_that_is_no_json_object_is_refused_in_one_line(hf_folder, conte
 @pytest.mark.parametrize("name", ["./nowhere", "/no/where", "nowhere.gguf", "a/b.gguf", "a/b/c", "", "a b/c", "../x"])
 def test_a_path_to_nothing_is_no_hub_id(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError):
-        resolve(name)
+    for ask in (resolve, describe):
+        with pytest.raises(CheckpointError, match="no checkpoint at|config.json"):
+            ask(name)
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):

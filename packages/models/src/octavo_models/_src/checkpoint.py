@@ -75,11 +75,20 @@ def locate(
     path = Path(model).expanduser()
     if path.exists():
         return path, model
+    check_hub_id(model)
+    return _download(model, revision, download_dir, offline), model
+
+
+def check_hub_id(model: str) -> None:
+    """Refuse what is no file here and no name of a hub repository, before the network is asked.
+
+    Raises:
+        CheckpointError: Saying what was wanted.
+    """
     if model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
         raise CheckpointError(
             f"no checkpoint at '{model}': wanted an existing folder, an existing .gguf file, or a hub id like owner/name"
         )
-    return _download(model, revision, download_dir, offline), model
 
 
 def packaged_checkpoint() -> Path | None:

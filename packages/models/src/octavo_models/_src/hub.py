@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from octavo_core.errors import CheckpointError, OctavoError
-from octavo_models._src.checkpoint import download_failed, open_checkpoint
+from octavo_models._src.checkpoint import check_hub_id, download_failed, open_checkpoint
 from octavo_models._src.progress import note
 from octavo_models._src.stored import StoredType, element_bits, summed
 
@@ -72,6 +72,7 @@ def describe(repo: str, *, revision: str | None = None, download_dir: str | None
     """
     import huggingface_hub
 
+    check_hub_id(repo)
     note(f"asking the hub about {repo}")
     try:
         folder = huggingface_hub.snapshot_download(
