@@ -69,7 +69,7 @@ def test_a_config_that_is_no_json_object_is_refused_in_one_line(hf_folder, conte
 def test_a_path_to_nothing_is_no_hub_id(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for ask in (resolve, describe):
-        with pytest.raises(CheckpointError, match="no checkpoint at|config.json"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint at|config\.json"):
             ask(name)
 
 
