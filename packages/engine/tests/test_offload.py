@@ -399,7 +399,7 @@ def test_windows_lost_by_the_device_come_back_with_the_same_tokens(windowed, tex
 
 
 def test_windows_come_from_a_warm_disk_after_a_restart(windowed, texts, said, tmp_path):
-    windowed.restart(tmp_path, host_bytes=12 * windowed.first.store.host.block_bytes)
+    windowed.restart(tmp_path)
     windowed.ask(*texts[:4])
     windowed.restart(tmp_path, host_bytes=12 * windowed.first.store.host.block_bytes)
     assert windowed.ask(texts[0])[0] == (said[0], 96)
