@@ -11,10 +11,11 @@ import pytest
 
 pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
 
+from octavo_kernels._src import hopper_tuning
 from octavo_kernels._src.fp8 import FP8
 from octavo_kernels._src.hopper_attention import BLOCK_SIZES, HEAD_DIMS
 from octavo_kernels._src.hopper_tiles import PrefillConfig
-from octavo_kernels._src.hopper_tuning import HopperChoices, Rules, _table, candidates, configs
+from octavo_kernels._src.hopper_tuning import HopperChoices, Rules, _table, candidates, configs, keeps_to_registers
 from octavo_kernels._src.mosaic import MAX_SMEM_BYTES
 from octavo_kernels.cases import SPEED_CASES, SpeedCase
 
@@ -60,6 +61,20 @@ def test_nothing_that_cannot_launch_is_proposed() -> None:
     assert proposed
     assert all(configs(4, (1, 8, 32, 128), 1.0, choice)[0].smem_bytes() <= MAX_SMEM_BYTES for choice in proposed)
     assert HopperChoices(decode_tile_kv=128, decode_stages=8) not in proposed
+
+
+def test_nothing_that_spills_or_was_never_compiled_is_proposed_or_chosen(monkeypatch) -> None:
+    pool = (1, 8, 32, 128)
+    decode, long = configs(4, pool, 1.0, stored="float8_e4m3fn")
+    assert (decode.tile_kv, long.tile_kv) == (64, 64)
+    assert keeps_to_registers(decode)
+    assert not keeps_to_registers(dataclasses.replace(long, tile_kv=128))
+    assert {choice.prefill_tile_kv for _, choice in candidates(4, pool, "prefill", "float8_e4m3fn")} == {64}
+    assert configs(4, pool, 1.0, HopperChoices(prefill_tile_kv=128), stored="float8_e4m3fn")[1].tile_kv == 64
+    monkeypatch.setattr(hopper_tuning, "_compiled", lambda: {})
+    with pytest.raises(NotImplementedError, match="--sweep"):
+        configs(4, pool, 1.0)
+    assert configs(4, pool, 1.0, proven=False)[0].tile_kv == 64
 
 
 @pytest.mark.skipif(not SWEEP.exists(), reason="bench_results is not part of the installed package")

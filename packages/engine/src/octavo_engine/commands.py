@@ -172,7 +172,14 @@ class Doctor:
         if options.fabric or options.allow_tcp or options.prometheus:
             return _fabric(options)
         problems = 0
-        for name, check in (("python", _python), ("packages", _packages), ("jax", _jax), ("memory", _memory), ("cache", _cache)):
+        for name, check in (
+            ("python", _python),
+            ("packages", _packages),
+            ("jax", _jax),
+            ("graphs", _graphs),
+            ("memory", _memory),
+            ("cache", _cache),
+        ):
             problems += _report(name, check)
         missing = _report("model", lambda: _model(options.model))
         return min(1, problems + (missing or _report("attention", lambda: _attention(options.model))))
@@ -216,6 +223,15 @@ def _jax() -> str:
 
     devices = ", ".join(f"{d.device_kind} ({d.platform})" for d in jax.devices())
     return f"{jax.__version__}: {devices}"
+
+
+def _graphs() -> str:
+    """XLA's command buffers."""
+    import jax
+
+    from octavo_engine._src.command_buffers import command_buffers
+
+    return "command buffers {}: {}".format(*command_buffers(jax.devices()[0].platform, os.environ.get("XLA_FLAGS", "")))
 
 
 def _memory() -> str:

@@ -13,13 +13,19 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from octavo_kernels._src.aot_compile import Kernel
 
 PACKAGES: Final = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-nvdisasm")
 """What compiling for a GPU takes where there is none; the first two at JAX's own version."""
 
+HEAD_DIMS: Final = (64, 128, 256)
+"""Of heads, whose kernels have configurations to choose between; MLA latents have one."""
 GROUPS: Final = {16: 3, 32: 8, 64: 4}
 """Query heads to a KV head that each block size is compiled with."""
 SHIPPED: Final = (
@@ -40,24 +46,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--block-size", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--stored", nargs="+", default=["bfloat16", "float8_e4m3fn", "float8_e5m2"])
     parser.add_argument("--rules", choices=("all", "with", "without"), default="all", help="a window, a soft cap and sinks")
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="compile each tile that fits shared memory, not the chosen one, and note it in compiled.json",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a list with one object a kernel")
     args = parser.parse_args(argv)
     if os.environ.get("JAX_PLATFORMS") != "cpu" or "MOSAIC_GPU_DUMP_TO" not in os.environ:
         return _again_without_gpu(argv)
-    from octavo_kernels._src.aot_compile import Kernel, Variant, compile_variant
-
-    found: list[Kernel] = []
-    wanted = {"all": (True, False), "with": (True,), "without": (False,)}[args.rules]
-    for head_dim, block_size, stored, has_rules in SHIPPED:
-        if head_dim in args.head_dim and block_size in args.block_size and stored in args.stored and has_rules in wanted:
-            variant = Variant(head_dim, block_size, GROUPS[block_size], stored, has_rules)
-            compiled = compile_variant(variant, Path(os.environ["MOSAIC_GPU_DUMP_TO"]))
-            found += compiled
-            for kernel in compiled:
-                print(kernel.line(), flush=True)
+    found = [kernel for kernels in _compiled(args, Path(os.environ["MOSAIC_GPU_DUMP_TO"])) for kernel in kernels]
+    if args.sweep:
+        _note(found)
     if args.json:
         args.json.write_text(json.dumps([kernel._asdict() for kernel in found], indent=1) + "\n", encoding="utf-8")
-    return int(not all(kernel.can_launch for kernel in found))
+    return int(not args.sweep and not all(kernel.can_launch for kernel in found))
+
+
+def _compiled(args: argparse.Namespace, dump: Path) -> Iterator[list[Kernel]]:
+    """The kernels of each variant asked for, printed as they come."""
+    from octavo_kernels._src.aot_compile import Variant, compile_variant, untried
+
+    wanted = {"all": (True, False), "with": (True,), "without": (False,)}["all" if args.sweep else args.rules]
+    shapes = product(HEAD_DIMS, (32,), args.stored, (False, True)) if args.sweep else SHIPPED
+    for head_dim, block_size, stored, has_rules in shapes:
+        if head_dim in args.head_dim and block_size in args.block_size and stored in args.stored and has_rules in wanted:
+            variant = Variant(head_dim, block_size, GROUPS[block_size], stored, has_rules)
+            for tried in untried(head_dim, stored) if args.sweep else (None,):
+                kernels = compile_variant(variant, dump, tried)
+                for kernel in kernels:
+                    print(kernel.line(), flush=True)
+                yield kernels
+
+
+def _note(found: list[Kernel]) -> None:
+    """Write what was found into `compiled.json`, over what it said of the same configurations; of several compiled for one, the worst."""
+    path = Path(__file__).parent / "_src" / "compiled.json"
+    known = {_key(item): item for item in json.loads(path.read_text(encoding="utf-8"))} if path.exists() else {}
+    fresh: dict[str, dict[str, object]] = {}
+    for kernel in sorted((k for k in found if k.stages), key=lambda k: k.spilled_bytes):
+        item = {
+            "kernel": kernel.name.removeprefix("octavo_"),
+            "head_dim": kernel.head_dim,
+            "stored": kernel.stored,
+            "tile_kv": kernel.tile_kv,
+        }
+        item |= {"take_turns": kernel.take_turns, "registers": kernel.registers, "spilled_bytes": kernel.spilled_bytes}
+        fresh[_key(item)] = item
+    lines = (json.dumps(item) for _, item in sorted((known | fresh).items()))
+    path.write_text("[\n " + ",\n ".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def _key(item: dict[str, object]) -> str:
+    return "{kernel} {head_dim:4} {stored} {tile_kv:4} {take_turns}".format(**item)
 
 
 def _again_without_gpu(argv: Sequence[str] | None) -> int:

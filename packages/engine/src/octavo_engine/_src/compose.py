@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from octavo_core.specs import CacheSpec, KVGroupSpec
 from octavo_core.wire import ModelCard
 from octavo_engine._src import host, huge_pages, kv_events_config, plug, sizing, weights
 from octavo_engine._src.cluster import Follower, Leader, join
+from octavo_engine._src.command_buffers import command_buffers
 from octavo_engine._src.compiles import CompileCounter
 from octavo_engine._src.compose_tiers import build_tiers
 from octavo_engine._src.core import EngineCore
@@ -339,6 +341,8 @@ def _attention(config: EngineConfig, groups: tuple[KVGroupSpec, ...], mesh: Mesh
     chosen = attention_backend(config.attention_backend, tuple(local_group(group, mesh) for group in groups))
     skipped = "; ".join(f"{p.name}: {p.reason}" for p in chosen.passed_over) or "first in order that can serve"
     table.append(("attention", chosen.name, skipped))
+    if (platform := jax.local_devices()[0].platform) != "cpu":
+        table.append(("command buffers", *command_buffers(platform, os.environ.get("XLA_FLAGS", ""))))
     if mesh is None:
         return chosen.backend
     divided = "whole experts and heads" if config.expert_parallel else "heads and widths"

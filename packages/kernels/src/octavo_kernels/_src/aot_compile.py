@@ -6,13 +6,16 @@ Knows JAX's ahead-of-time interface, Mosaic's dumps and NVIDIA's command-line to
 
 from __future__ import annotations
 
+import dataclasses
 import glob
+import itertools
 import os
 import re
 import shutil
 import site
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -22,21 +25,20 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from octavo_core.seams import AttentionBatch
-from octavo_kernels._src.hopper_attention import LATENT_DIMS
+from octavo_kernels._src.hopper_attention import BLOCK_SIZES, LATENT_DIMS
 from octavo_kernels._src.hopper_decode import partial_results
 from octavo_kernels._src.hopper_latent_step import attend_latents
 from octavo_kernels._src.hopper_merge import merge
 from octavo_kernels._src.hopper_prefill import prefill
 from octavo_kernels._src.hopper_shares import share_out
 from octavo_kernels._src.hopper_tiles import cut
-from octavo_kernels._src.hopper_tuning import Rules, configs, latent_config
-from octavo_kernels._src.mosaic import MAX_SMEM_BYTES, PART
+from octavo_kernels._src.hopper_tuning import TILES, Rules, configs, latent_config
+from octavo_kernels._src.mosaic import MAX_SMEM_BYTES
 
 ARCH: Final = "sm_90a"
 OPCODES: Final = ("UTMALDG", "UTMASTG", "UBLKCP", "HGMMA", "QGMMA", "USETMAXREG", "LDL", "STL", "HMMA")
 """Instructions counted: tensor copies, matrix units, register reallocation; spills; matrix units of older GPUs."""
-MAX_SPILLED_BYTES: Final = 640
-"""A thread may spill so much with heads of more than one part (found: 36 and 40) and with FP8 (found: 0 in decode, 600 in prompts)."""
+FEWEST_STAGES: Final = 2
 ROWS, MAX_BLOCKS, TOKENS, KV_HEADS = 8, 64, 256, 8
 
 
@@ -56,6 +58,22 @@ class Variant(NamedTuple):
     has_rules: bool = False
 
 
+class Tried(NamedTuple):
+    """A configuration to look at, in as few stages as there can be: their number changes no register."""
+
+    tile_kv: int
+    take_turns: bool
+
+
+def untried(head_dim: int, stored: str) -> Iterator[Tried]:
+    """Every one that fits shared memory, for both kernels."""
+    pool = (1, KV_HEADS, min(BLOCK_SIZES), head_dim)
+    for tile_kv, take_turns in itertools.product(TILES, (True, False) if stored == "bfloat16" else (False,)):
+        chosen = configs(1, pool, 1.0, rules=RULES, stored=stored, proven=False)
+        if all(dataclasses.replace(c, tile_kv=tile_kv, stages=FEWEST_STAGES).smem_bytes() <= MAX_SMEM_BYTES for c in chosen):
+            yield Tried(tile_kv, take_turns)
+
+
 class Kernel(NamedTuple):
     """What was compiled.
 
@@ -63,6 +81,7 @@ class Kernel(NamedTuple):
         name, head_dim, block_size, group, stored, has_rules: Which.
         registers: Of a thread when the kernel starts.
         spilled_bytes: Written to memory for want of registers.
+        tile_kv, stages, take_turns: Of its configuration; 0, 0 and False for the merge.
         smem_bytes: Shared memory Mosaic asks for, without barriers.
         planned_smem_bytes: What the configuration says it takes, barriers included.
         opcodes: How often each of `OPCODES` occurs.
@@ -74,6 +93,9 @@ class Kernel(NamedTuple):
     group: int
     stored: str
     has_rules: bool
+    tile_kv: int
+    stages: int
+    take_turns: bool
     registers: int
     spilled_bytes: int
     smem_bytes: int
@@ -82,28 +104,31 @@ class Kernel(NamedTuple):
 
     @property
     def can_launch(self) -> bool:
-        """Fits a multiprocessor, and keeps to registers, or nearly so with wide heads and FP8."""
-        most = MAX_SPILLED_BYTES if self.head_dim > PART or self.stored != "bfloat16" else 0
-        return self.spilled_bytes <= most and max(self.smem_bytes, self.planned_smem_bytes) <= MAX_SMEM_BYTES
+        """Fits a multiprocessor and keeps to registers."""
+        return self.spilled_bytes == 0 and max(self.smem_bytes, self.planned_smem_bytes) <= MAX_SMEM_BYTES
 
     def line(self) -> str:
         """For people."""
         shape = f"head_dim={self.head_dim} block_size={self.block_size} group={self.group} {self.stored}"
         shape += " rules" if self.has_rules else ""
+        shape += f" tile_kv={self.tile_kv} stages={self.stages}{' turns' if self.take_turns else ''}" if self.stages else ""
         counts = " ".join(f"{name}={count}" for name, count in self.opcodes.items())
-        return f"{self.name:16} {shape:62} registers={self.registers} spilled={self.spilled_bytes} smem={self.smem_bytes} {counts}"
+        return f"{self.name:16} {shape:88} registers={self.registers} spilled={self.spilled_bytes} smem={self.smem_bytes} {counts}"
 
 
 RULES: Final = Rules(window=1000, softcap=30.0, sinks=True)
 
 
-def traced(variant: Variant) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
-    """A function that calls the kernels as `HopperAttention` does, the shapes of its arguments, and each kernel's shared memory."""
+def traced(variant: Variant, tried: Tried | None = None) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A function that calls the kernels as `HopperAttention` does, the shapes of its arguments, and each kernel's configuration."""
     head_dim, block_size, group, stored, has_rules = variant
     if head_dim in LATENT_DIMS:
         return _traced_latents(variant)
     pool = (KV_HEADS * MAX_BLOCKS, KV_HEADS, block_size, head_dim)
-    decode, long = configs(group, pool, head_dim**-0.5, rules=RULES if has_rules else Rules(), stored=stored)
+    decode, long = configs(group, pool, head_dim**-0.5, rules=RULES if has_rules else Rules(), stored=stored, proven=tried is None)
+    if tried is not None:
+        decode = dataclasses.replace(decode, tile_kv=tried.tile_kv, stages=FEWEST_STAGES)
+        long = dataclasses.replace(long, tile_kv=tried.tile_kv, stages=FEWEST_STAGES, take_turns=tried.take_turns)
 
     def attend(
         q: jax.Array, kv: dict[str, jax.Array], batch: AttentionBatch, sinks: jax.Array | None
@@ -121,11 +146,10 @@ def traced(variant: Variant) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
     q = low((TOKENS, decode.kv_heads, decode.group, head_dim), jnp.bfloat16)
     batch = _batch_shapes()
     sinks = low((decode.kv_heads, decode.group), jnp.float32) if has_rules else None
-    planned = {"octavo_decode": decode.smem_bytes(), "octavo_merge": 0, "octavo_prefill": long.smem_bytes()}
-    return attend, (q, kv, batch, sinks), planned
+    return attend, (q, kv, batch, sinks), {"octavo_decode": decode, "octavo_merge": None, "octavo_prefill": long}
 
 
-def _traced_latents(variant: Variant) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
+def _traced_latents(variant: Variant) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The same over MLA latents, which `group` query heads share; rules are a soft cap alone."""
     head_dim, block_size, heads, stored, has_rules = variant
     pool = (KV_HEADS * MAX_BLOCKS, 1, block_size, head_dim)
@@ -137,7 +161,7 @@ def _traced_latents(variant: Variant) -> tuple[Any, tuple[Any, ...], dict[str, i
     low: Any = jax.ShapeDtypeStruct
     kv = {"k": low(pool, stored)} | ({"k_scale": low(pool[:3], jnp.float32)} if config.has_scales else {})
     args = low((TOKENS, heads, head_dim), jnp.bfloat16), kv, _batch_shapes()
-    return attend, args, {"octavo_latent": config.smem_bytes(), "octavo_merge": 0}
+    return attend, args, {"octavo_latent": config, "octavo_merge": None}
 
 
 def _batch_shapes() -> AttentionBatch:
@@ -146,13 +170,31 @@ def _batch_shapes() -> AttentionBatch:
     return AttentionBatch(*shapes)
 
 
-def compile_variant(variant: Variant, dump: Path) -> list[Kernel]:
-    """Compile its kernels."""
-    attend, args, planned = traced(variant)
+def compile_variant(variant: Variant, dump: Path, tried: Tried | None = None) -> list[Kernel]:
+    """Compile its kernels; one that this process has compiled before, as two variants may share their merge, is left out.
+
+    Args:
+        variant: Which kernels.
+        dump: Folder Mosaic writes into.
+        tried: Instead of the configurations chosen for it.
+
+    Raises:
+        RuntimeError: If nothing was written for a kernel that is new.
+    """
+    attend, args, planned = traced(variant, tried)
     for old in dump.iterdir():
-        old.unlink()
+        if old.suffix != ".ptx":
+            old.unlink()
+        elif not old.name.startswith("seen"):
+            old.rename(dump / f"seen {old.name}")
     _compile(attend, *args)
-    return [_kernel(name, variant, bytes_, dump) for name, bytes_ in planned.items()]
+    fresh = {name: list(dump.glob(f"{name}_*.ptx")) for name in planned}
+    lost = [name for name, paths in fresh.items() if not paths and not list(dump.glob(f"seen {name}_*.ptx"))]
+    if lost:
+        raise RuntimeError(
+            f"Mosaic wrote no PTX of {', '.join(lost)} into {dump}; MOSAIC_GPU_DUMP_PTX and MOSAIC_GPU_DUMP_TO must be set"
+        )
+    return [_kernel(name, variant, planned[name], paths[0]) for name, paths in fresh.items() if paths]
 
 
 def _compile(function: Any, *args: Any) -> None:
@@ -167,8 +209,7 @@ def _compile(function: Any, *args: Any) -> None:
     jax.jit(function).trace(*placed).lower().compile()
 
 
-def _kernel(name: str, variant: Variant, planned: int, dump: Path) -> Kernel:
-    (ptx,) = dump.glob(f"{name}_*.ptx")
+def _kernel(name: str, variant: Variant, config: Any, ptx: Path) -> Kernel:
     cubin = ptx.with_suffix(".cubin")
     ptxas = subprocess.run([_tool("ptxas"), f"-arch={ARCH}", "-v", ptx, "-o", cubin], capture_output=True, text=True, check=True)
     sass = subprocess.run([_tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True).stdout
@@ -176,9 +217,13 @@ def _kernel(name: str, variant: Variant, planned: int, dump: Path) -> Kernel:
     counts = {code: len(re.findall(rf"\b{code}\b", sass)) for code in OPCODES}
     resources = ptx.with_suffix(".resources.txt")
     smem = re.search(r"smem_scratch_bytes=(\d+)", resources.read_text()) if resources.exists() else None
+    planned = config.smem_bytes() if config else 0
     return Kernel(
         name,
         *variant,
+        tile_kv=config.tile_kv if config else 0,
+        stages=config.stages if config else 0,
+        take_turns=getattr(config, "take_turns", False),
         registers=int(re.findall(r"Used (\d+) registers", log)[-1]),
         spilled_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", log))),
         smem_bytes=int(smem[1]) if smem else planned,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from octavo_core.testing.attention import check_dropped_writes, check_moved_blocks, check_parity
+from octavo_kernels._src.bench_others import LAYERS, importable, times
 from octavo_kernels._src.bench_profile import kernel_times_us
 from octavo_kernels._src.bench_report import Report
 from octavo_kernels._src.bench_steps import Step, check_sample, make_step, median_s
@@ -20,8 +20,6 @@ from octavo_kernels._src.hopper_attention import HopperAttention
 from octavo_kernels._src.hopper_tuning import HopperChoices, candidates
 from octavo_kernels.cases import HOPPER_CASES, QUICK, SPEED_CASES, SpeedCase
 
-LAYERS = 8
-"""Attention calls in one program, as in a model: each takes the answer of the one before."""
 COPY_BYTES = 4 << 30
 COMPILING = 8
 """Programs compiled at once."""
@@ -40,10 +38,11 @@ def run(report: Report, *, only: re.Pattern[str], quick: bool, mode: str) -> Non
     rounds = 3 if quick else 5
     copy = _copy_rate(rounds)
     report.add("copy bandwidth, read and written", copy / 1e9, "GB/s", rounds)
+    others = importable(report) if mode == "time" else []
     for case in cases:
         _time_case(report, case, _sweep(case) if mode == "sweep" else {"": HopperChoices()}, copy, rounds)
-        if mode == "time":
-            _time_others(report, case, copy, rounds)
+        for name, seconds in times(report, others, case, rounds):
+            _add_times(report, f"{case.name}/{name}", case, seconds, copy, rounds)
 
 
 def _check(report: Report, backend: HopperAttention, only: re.Pattern[str]) -> None:
@@ -133,56 +132,3 @@ def _sweep(case: SpeedCase) -> dict[str, HopperChoices]:
     pool = (1, case.kv_heads, case.block_size, case.head_dim)
     kernel = "decode" if case.name.startswith("decode") else "prefill"
     return dict(candidates(case.q_heads // case.kv_heads, pool, kernel, case.dtype))
-
-
-def _time_others(report: Report, case: SpeedCase, copy: float, rounds: int) -> None:
-    """JAX's paged kernel for decode; cuDNN's dense attention, which reads no table, for prompts."""
-    contexts = {old + new for old, new in case.rows}
-    try:
-        if case.window is not None or case.dtype != "bfloat16" or case.is_latent:
-            return
-        if case.name.startswith("decode") and len(contexts) == 1:
-            name, call, step = f"{case.name}/jax pallas-triton", *_jax_paged(case)
-        elif case.name.startswith("prefill") and all(old == 0 for old, _ in case.rows):
-            name, call, step = f"{case.name}/cudnn dense", *_cudnn_dense(case)
-        else:
-            return
-        seconds = median_s(lambda: call(*step), rounds=rounds) / LAYERS
-        _add_times(report, name, case, seconds, copy, rounds)
-    except Exception as error:
-        report.add(f"{case.name}/others", f"not measured: {type(error).__name__}: {str(error).splitlines()[0]}"[:300], "text", 1)
-
-
-def _jax_paged(case: SpeedCase) -> tuple[Any, tuple[jax.Array, ...]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
-    step = make_step(case)
-    k, v = (pools[0].swapaxes(0, 1) for pools in step.kv)
-    splits = 16 if len(case.rows) * case.kv_heads < 1024 else 4
-    table = step.batch.block_table
-    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % (splits * 4))))
-
-    def layers(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
-        for _ in range(LAYERS):
-            q = q + paged_attention(q, k, v, table, lengths, k_splits=splits, pages_per_compute_block=4, block_h=16, num_warps=4)
-        return q
-
-    inputs = (step.q * step.scale, k, v, table, step.batch.context_len)
-    return jax.jit(layers).lower(*inputs).compile(), inputs
-
-
-def _cudnn_dense(case: SpeedCase) -> tuple[Any, tuple[jax.Array, ...]]:
-    rows, length = len(case.rows), case.rows[0][1]
-    keys = jax.random.split(jax.random.key(0), 3)
-    heads = (case.q_heads, case.kv_heads, case.kv_heads)
-    inputs = tuple(
-        jax.random.normal(key, (rows, length, n, case.head_dim), jnp.bfloat16) for key, n in zip(keys, heads, strict=True)
-    )
-
-    def layers(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        for _ in range(LAYERS):
-            q = q + jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-        return q
-
-    return jax.jit(layers).lower(*inputs).compile(), inputs

@@ -92,8 +92,8 @@ class DecodeConfig:
         arrivals = self.tile_blocks * (2 if self.has_scales else 1)
         return {
             "q": mosaic.tiled((self.query_buffers, WARPGROUP_ROWS, self.head_dim), jnp.bfloat16),
-            "k": mosaic.tiled(shape, self.stored),
-            "v": mosaic.tiled(shape, self.stored),
+            "k": mosaic.tiled(shape, self.stored, mosaic.SLICE),
+            "v": mosaic.tiled(shape, self.stored, mosaic.SLICE),
             "k_scale": plgpu.SMEM(shape[:2], jnp.float32) if self.has_scales else None,
             "v_scale": plgpu.SMEM(shape[:2], jnp.float32) if self.has_scales else None,
             "wide": mosaic.tiled(wide, jnp.bfloat16) if self.has_scales else None,
@@ -277,15 +277,17 @@ def _products(config: DecodeConfig, stage: jax.Array, buffer: jax.Array, at: dic
     keys = at["k"].at[stage]
     plgpu.barrier_wait(at["k_full"].at[stage])
     if not config.has_scales:
-        scores = mosaic.product(at["q"].at[buffer], mosaic.transposed(keys), shape)
+        scores = mosaic.products(at["q"].at[buffer], keys, shape)
         plgpu.barrier_arrive(at["k_free"].at[stage])
         return scores
     wide = at["wide"].at[lax.axis_index("wg")]
     plgpu.commit_smem()  # every warp is done with what was in `wide`
-    scale = mosaic.by_column(at["k_scale"].at[stage])
     mosaic.widen(keys, wide)
+    scores = mosaic.products(at["q"].at[buffer], wide, shape)
+    scores = scores * mosaic.across(mosaic.by_column(at["k_scale"].at[stage]), shape)  # read late: it takes registers
+    plgpu.commit_smem()  # the scale has been read, so a copy may overwrite it
     plgpu.barrier_arrive(at["k_free"].at[stage])
-    return mosaic.product(at["q"].at[buffer], mosaic.transposed(wide), shape) * mosaic.across(scale, shape)
+    return scores
 
 
 def _add_values(

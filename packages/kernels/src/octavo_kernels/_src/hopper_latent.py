@@ -300,8 +300,7 @@ def _step(
     plgpu.barrier_wait(at["k_full"].at[stage])
     scale = mosaic.by_column(at["k_scale"].at[stage, _tokens(config, mine)]) if config.has_scales and is_scoring else None
     if config.has_scales:
-        both = mosaic.columns(latents, *cut), mosaic.columns(at["wide"], *cut)
-        mosaic.by_slice(both, lambda narrow, wide: mosaic.widen(narrow, wide, 0, hidden))
+        mosaic.widen(mosaic.columns(latents, *cut), mosaic.columns(at["wide"], *cut), 0, hidden)
         plgpu.barrier_arrive(at["k_free"].at[stage])
         latents = at["wide"]
         _meet(at)
@@ -317,9 +316,7 @@ def _step(
             weights = jnp.where(token < hidden, weights * mosaic.across(scale, weights.shape), 0.0)
         mosaic.columns(at["weights"], mine * config.half, config.half)[...] = weights.astype(jnp.bfloat16)
     if not config.has_scales:
-        own = mosaic.columns(latents, *cut)
-        clear = functools.partial(mosaic.clear_hidden, first=0, stop=hidden)
-        pl.when(hidden < config.tile_kv)(lambda: mosaic.by_slice((own,), clear))
+        pl.when(hidden < config.tile_kv)(lambda: mosaic.clear_hidden(mosaic.columns(latents, *cut), 0, hidden))
     acc = acc * mosaic.down(fade, acc.shape)
     _meet(at)
     weights = plgpu.layout_cast(at["weights"][...], WGMMA)
@@ -335,22 +332,6 @@ def _tokens(config: LatentConfig, mine: int) -> Any:
     return pl.ds(mine * config.half, config.half)
 
 
-def _product(config: LatentConfig, queries: Any, latents: Any, tokens: Any) -> jax.Array:
-    """Queries times tokens, in a loop: unrolled, addresses of 36 matrices would be kept in registers from step to step."""
-    width = config.head_dim // COMPUTE_WARPGROUPS
-
-    def run(acc: Any) -> jax.Array:
-        def one(i: jax.Array, _: tuple[()]) -> tuple[()]:
-            columns = pl.ds(pl.multiple_of(i * width, mosaic.SLICE), width)
-            plgpu.wgmma(acc, queries.at[pl.ds(0, WARPGROUP_ROWS), columns], mosaic.transposed(latents.at[tokens, columns]))
-            return ()
-
-        lax.fori_loop(0, config.head_dim // width, one, ())
-        return acc[...]
-
-    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, config.half), jnp.float32))  # type: ignore[arg-type]
-
-
 def _scores(
     config: LatentConfig,
     mine: int,
@@ -363,7 +344,8 @@ def _scores(
 ) -> jax.Array:
     """Scaled and capped products of queries and this warpgroup's tokens in units of log 2, hidden ones masked."""
     shape = (WARPGROUP_ROWS, config.half)
-    scores = _product(config, at["q"], latents, _tokens(config, mine))
+    keys = latents.at[_tokens(config, mine), pl.ds(0, config.head_dim)]
+    scores = mosaic.products(at["q"], keys, shape, part=config.head_dim // COMPUTE_WARPGROUPS)
     if scale is not None:
         scores = scores * mosaic.across(scale, shape)
     query = position + lax.div(mosaic.index(shape, 0), jnp.int32(config.heads))

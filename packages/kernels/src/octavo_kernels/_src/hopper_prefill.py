@@ -251,12 +251,14 @@ def _products(config: PrefillConfig, queries: Any, stage: jax.Array, at: dict[st
     keys = at["k"].at[stage]
     plgpu.barrier_wait(at["k_full"].at[stage])
     if config.has_scales:
-        scale = mosaic.by_column(at["k_scale"].at[stage])
         _widen(config, keys, at["wide_k"], at)
+        scores = mosaic.products(queries, at["wide_k"], shape)
+        scores = scores * mosaic.across(mosaic.by_column(at["k_scale"].at[stage]), shape)  # read late: it takes registers
+        plgpu.commit_smem()  # the scale has been read, so a copy may overwrite it
         plgpu.barrier_arrive(at["k_free"].at[stage])
-        return mosaic.product(queries, mosaic.transposed(at["wide_k"]), shape) * mosaic.across(scale, shape)
+        return scores
     meanwhile = functools.partial(_turn, at) if config.take_turns else None
-    scores = mosaic.product(queries, mosaic.transposed(keys), shape, meanwhile=meanwhile)
+    scores = mosaic.products(queries, keys, shape, meanwhile=meanwhile)
     plgpu.barrier_arrive(at["k_free"].at[stage])
     return scores
 
@@ -271,19 +273,30 @@ def _scaled(s: _Item, weights: jax.Array, scale: jax.Array, ahead: jax.Array, ol
 
 
 def _widen(config: PrefillConfig, narrow: Any, wide: Any, at: dict[str, Any], *seen: jax.Array) -> None:
-    """Each compute warpgroup its part of a tile, and meet; rows outside [first, stop) of `seen` become zeros.
+    """Both compute warpgroups widen a tile, and meet; rows outside [first, stop) of `seen` become zeros.
 
     What was in `wide` has been used by both: they met since, over the other of K and V.
     """
-    wg = lax.axis_index("wg")
-    for part in range(config.tile_kv // WARPGROUP_ROWS):
+    _divide(config, at, lambda begin, *piece: mosaic.widen(*piece, *(x - begin for x in seen)), narrow, wide)
 
-        @pl.when(wg == part % COMPUTE_WARPGROUPS)
-        def _(begin: int = part * WARPGROUP_ROWS) -> None:
-            rows = pl.ds(begin, WARPGROUP_ROWS)
-            mosaic.widen(narrow.at[rows], wide.at[rows], *(x - begin for x in seen))
 
-    plgpu.commit_smem()
+def _divide(config: PrefillConfig, at: dict[str, Any], visit: Any, *tiles: Any) -> None:
+    """Each compute warpgroup visits half of a tile, told its first row, and meets the other; a tile of one slice is left to the first."""
+    wg, width = lax.axis_index("wg"), config.head_dim // COMPUTE_WARPGROUPS
+    row: Any = 0
+    column: Any = 0
+    if config.tile_kv > WARPGROUP_ROWS:
+        row, width = pl.multiple_of(wg * WARPGROUP_ROWS, WARPGROUP_ROWS), config.head_dim
+    elif width >= mosaic.SLICE:
+        column = pl.multiple_of(wg * width, mosaic.SLICE)
+    is_whole = width < mosaic.SLICE
+
+    @pl.when(wg == 0 if is_whole else wg < COMPUTE_WARPGROUPS)
+    def _() -> None:
+        at = pl.ds(row, WARPGROUP_ROWS), pl.ds(column, config.head_dim if is_whole else width)
+        visit(row, *(tile.at[at] for tile in tiles))
+
+    plgpu.commit_smem()  # of one who visited nothing too: what it has read, a copy may overwrite
     plgpu.barrier_arrive(at["ready"])
     plgpu.barrier_wait(at["ready"])
 
@@ -302,19 +315,9 @@ def _logits(config: PrefillConfig, s: _Item, scores: jax.Array, ahead: jax.Array
 
 
 def _clear(config: PrefillConfig, s: _Item, ahead: jax.Array, oldest: jax.Array, stage: jax.Array, at: dict[str, Any]) -> None:
-    """Zero what no query of the tile can see, each compute warpgroup its part, and meet."""
-    wg = lax.axis_index("wg")
-    parts = config.tile_kv // WARPGROUP_ROWS
+    """Zero what no query of the tile can see."""
+    first, stop = oldest - ahead, s.steps.context - ahead
 
-    @pl.when((ahead + config.tile_kv > s.steps.context) | (ahead < oldest))
+    @pl.when((stop < config.tile_kv) | (first > 0))
     def _() -> None:
-        for part in range(parts):
-
-            @pl.when(wg == part % COMPUTE_WARPGROUPS)
-            def _(part: int = part) -> None:
-                begin = part * WARPGROUP_ROWS
-                tile = at["v"].at[stage, pl.ds(begin, WARPGROUP_ROWS)]
-                mosaic.clear_hidden(tile, oldest - ahead - begin, s.steps.context - ahead - begin)
-
-        plgpu.barrier_arrive(at["ready"])
-        plgpu.barrier_wait(at["ready"])
+        _divide(config, at, lambda begin, piece: mosaic.clear_hidden(piece, first - begin, stop - begin), at["v"].at[stage])

@@ -93,8 +93,8 @@ class PrefillConfig:
         return {
             "q": mosaic.tiled((buffers, TILE_Q_ROWS, self.head_dim), jnp.bfloat16),
             "sink": plgpu.SMEM((buffers, TILE_Q_ROWS), jnp.float32) if self.sinks else None,
-            "k": mosaic.tiled(shape, self.stored),
-            "v": mosaic.tiled(shape, self.stored),
+            "k": mosaic.tiled(shape, self.stored, mosaic.SLICE),
+            "v": mosaic.tiled(shape, self.stored, mosaic.SLICE),
             "k_scale": plgpu.SMEM(shape[:2], jnp.float32) if self.has_scales else None,
             "v_scale": plgpu.SMEM(shape[:2], jnp.float32) if self.has_scales else None,
             "wide_k": mosaic.tiled(shape[1:], jnp.bfloat16) if self.has_scales else None,

@@ -1,6 +1,7 @@
 """Which configuration the Hopper kernels get: what was measured on this kind of device, else the most that fits shared memory.
 
-Knows `tuned.json`, by device and head size, and what can launch. Knows nothing of how a kernel works.
+Knows `tuned.json`, by device and head size, and what can launch: shared memory by the configuration's own arithmetic, registers by
+`compiled.json`, what the assembler said (`python -m octavo_kernels.aot --sweep`). Knows nothing of how a kernel works.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def configs(
     stored: str = "bfloat16",
     device_kind: str = "",
     interpreted: bool = False,
+    proven: bool = True,
 ) -> tuple[DecodeConfig, PrefillConfig]:
     """What the kernels are compiled for, for pools of a shape.
 
@@ -89,6 +91,10 @@ def configs(
         stored: Name of the pool's element type.
         device_kind: As JAX names the device.
         interpreted: For the interpreter.
+        proven: Only what is known to keep to registers; to compile others and see, False.
+
+    Raises:
+        NotImplementedError: If no configuration fits.
     """
     _, kv_heads, block_size, head_dim = pool
     known = _table().get(device_kind, {}).get(head_dim, HopperChoices()) if stored == "bfloat16" else HopperChoices()
@@ -110,8 +116,8 @@ def configs(
     decode = DecodeConfig(**shape)
     long = PrefillConfig(**shape, sinks=rules.sinks, take_turns=chosen.take_turns is not False and stored == "bfloat16")
     return (
-        _fitted(decode, (64,), chosen.decode_tile_kv, chosen.decode_stages),
-        _fitted(long, (128, 64), chosen.prefill_tile_kv, chosen.prefill_stages),
+        _fitted(decode, (64,), chosen.decode_tile_kv, chosen.decode_stages, proven=proven),
+        _fitted(long, (128, 64), chosen.prefill_tile_kv, chosen.prefill_stages, proven=proven),
     )
 
 
@@ -154,7 +160,8 @@ def latent_config(
 
 
 def candidates(group: int, pool: tuple[int, ...], kernel: str, stored: str = "bfloat16") -> Iterator[tuple[str, HopperChoices]]:
-    """Every configuration of the kernel `decode` or `prefill` that can launch, with a name; of FP8 tiles never wait for turns."""
+    """Every configuration of the kernel `decode` or `prefill` that can launch and spills nothing, with a name; of FP8 tiles never wait for
+    turns."""
     is_decode = kernel == "decode"
     for tile, stages, turns in itertools.product(TILES, STAGES, (True,) if is_decode or stored != "bfloat16" else (True, False)):
         if is_decode:
@@ -166,26 +173,56 @@ def candidates(group: int, pool: tuple[int, ...], kernel: str, stored: str = "bf
             yield f"/tile_kv={tile}/stages={stages}" + ("" if is_decode else f"/take_turns={turns}"), choice
 
 
-def _fitted(config: Any, tiles: tuple[int, ...], tile_kv: int | None, stages: int | None) -> Any:
+def _fitted(config: Any, tiles: tuple[int, ...], tile_kv: int | None, stages: int | None, *, proven: bool) -> Any:
     """The same with the tile and stages that were chosen; where none were, or they do not fit, the first tile that fits and as many
     stages as do."""
     first = stages if stages is not None else MOST_STAGES
     wanted = dataclasses.replace(config, tile_kv=tile_kv or tiles[0], stages=first)
-    if stages is not None and (config.interpreted or _can_launch(wanted)):
+    if stages is not None and (config.interpreted or _can_launch(wanted, proven=proven)):
         return wanted
     sizes = tiles if tile_kv is None else (tile_kv, *tiles)
     counts = [n for n in sorted(STAGES, reverse=True) if n <= MOST_STAGES]
     fits = (dataclasses.replace(config, tile_kv=size, stages=n) for size in sizes for n in counts)
-    return next(c for c in fits if _can_launch(c))
+    found = next((c for c in fits if _can_launch(c, proven=proven)), None)
+    if found is None:
+        raise NotImplementedError(
+            f"no Hopper kernel for heads of {config.head_dim} elements in {config.stored} is known to fit shared memory and registers; "
+            "see python -m octavo_kernels.aot --sweep"
+        )
+    return found
 
 
-def _can_launch(config: DecodeConfig | PrefillConfig) -> bool:
-    """Fits shared memory as it ships; decode's compute warpgroups take turns, so its stages are even."""
+def _can_launch(config: DecodeConfig | PrefillConfig, *, proven: bool) -> bool:
+    """Fits shared memory and registers as it ships; decode's compute warpgroups take turns, so its stages are even."""
     is_even = config.stages % 2 == 0 or isinstance(config, PrefillConfig)
-    return is_even and dataclasses.replace(config, interpreted=False).smem_bytes() <= MAX_SMEM_BYTES
+    fits = dataclasses.replace(config, interpreted=False).smem_bytes() <= MAX_SMEM_BYTES
+    return is_even and fits and (keeps_to_registers(config) or not proven)
+
+
+def keeps_to_registers(config: DecodeConfig | PrefillConfig) -> bool:
+    """Compiled, it spilled nothing, with and without window, cap and sinks. What nobody compiled counts as spilling."""
+    kind = ("prefill", config.take_turns) if isinstance(config, PrefillConfig) else ("decode", False)
+    return _compiled().get(Compiled(kind[0], config.head_dim, config.stored, config.tile_kv, kind[1])) == 0
 
 
 @functools.cache
 def _table() -> dict[str, dict[int, HopperChoices]]:
     text = files(__package__).joinpath("tuned.json").read_text(encoding="utf-8")
     return {kind: {int(size): HopperChoices(**found) for size, found in sizes.items()} for kind, sizes in json.loads(text).items()}
+
+
+class Compiled(NamedTuple):
+    """What registers depend on, as `compiled.json` names it."""
+
+    kernel: str
+    head_dim: int
+    stored: str
+    tile_kv: int
+    take_turns: bool
+
+
+@functools.cache
+def _compiled() -> dict[Compiled, int]:
+    """Most bytes a thread spilled."""
+    text = files(__package__).joinpath("compiled.json").read_text(encoding="utf-8")
+    return {Compiled(**{name: found[name] for name in Compiled._fields}): found["spilled_bytes"] for found in json.loads(text)}

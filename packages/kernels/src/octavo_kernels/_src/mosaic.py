@@ -29,7 +29,7 @@ SWIZZLE_BYTES: Final = (128, 64, 32)
 PART: Final = 128
 """Widest accumulator of one product, in elements; answers of wider heads are summed in parts."""
 SLICE: Final = 64
-"""Columns of a narrow part, where registers are few."""
+"""Columns that are widened or cleared at once, where registers are few."""
 TILE_ROWS: Final = 8
 """Rows of a shared-memory tile; copies between memories move multiples of it."""
 WARPGROUP_ROWS: Final = 64
@@ -44,6 +44,8 @@ REDUCTION_BYTES: Final = 2048
 """What Mosaic keeps for itself (its `reduction_scratch_bytes`, rounded up)."""
 
 WGMMA: Final = plgpu.Layout.WGMMA
+RUNS: Final = plgpu.Layout.WGMMA_UPCAST_4X
+"""The rows of `WGMMA`, with 8 neighbours of a row in each thread: fewest addresses for what goes from shared memory to shared memory."""
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, width: int | None = None) -> Any:
@@ -107,16 +109,15 @@ def widen(narrow: Any, wide: Any, first: Any = None, stop: Any = None) -> None:
 
     Exact, and through registers: wgmma takes no two types, and a scale a token is not for it to apply.
     """
-    rows, width = narrow.shape
-    for row in range(0, rows, WARPGROUP_ROWS):
-        for begin, size in parts(width):
-            at = (pl.ds(row, WARPGROUP_ROWS), pl.ds(begin, size))
-            values = _load(narrow.at[at], WGMMA).astype(jnp.float16).astype(jnp.float32)
-            if first is not None:
-                number = index((WARPGROUP_ROWS, size), 0) + row
-                values = jnp.where((number >= first) & (number < stop), values, jnp.zeros_like(values))
-            wide.at[at][...] = values.astype(jnp.bfloat16)
-    plgpu.commit_smem()
+
+    def one(row: int, narrow: Any, wide: Any) -> None:
+        values = _load(narrow, RUNS).astype(jnp.float16).astype(jnp.float32)
+        if first is not None:
+            number = index(values.shape, 0, RUNS) + row
+            values = jnp.where((number >= first) & (number < stop), values, jnp.zeros_like(values))
+        wide[...] = values.astype(jnp.bfloat16)
+
+    _by_slice(one, narrow, wide)
 
 
 def _load(ref: Any, layout: Any) -> jax.Array:
@@ -125,9 +126,9 @@ def _load(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, *extra, layout=layout, optimized=False)
 
 
-def index(shape: tuple[int, ...], axis: int) -> jax.Array:
+def index(shape: tuple[int, ...], axis: int, layout: Any = WGMMA) -> jax.Array:
     """Row or column number of each element of a warpgroup's matrix."""
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
 
 def logits(scores: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:
@@ -137,11 +138,23 @@ def logits(scores: jax.Array, scale: float, soft_cap: float | None) -> jax.Array
     return jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * LOG2E)
 
 
-def product(a: Any, b: Any, shape: tuple[int, ...], *, meanwhile: Callable[[], None] | None = None) -> jax.Array:
-    """`a @ b` of two matrices in shared memory, in float32; `meanwhile` runs between its start and its end."""
+def products(
+    queries: Any, keys: Any, shape: tuple[int, int], *, part: int = PART, meanwhile: Callable[[], None] | None = None
+) -> jax.Array:
+    """Queries times keys, `part` of their elements at a time, in a loop: unrolled, addresses of all matrices of wide ones would be kept in
+    registers from step to step."""
+    rows, width = queries.shape
 
     def run(acc: Any) -> jax.Array:
-        plgpu.wgmma(acc, a, b)
+        def one(i: jax.Array, _: tuple[()]) -> tuple[()]:
+            at = pl.ds(pl.multiple_of(i * part, SLICE), part)
+            plgpu.wgmma(acc, queries.at[pl.ds(0, rows), at], transposed(keys.at[pl.ds(0, keys.shape[0]), at]))
+            return ()
+
+        if width <= part:
+            plgpu.wgmma(acc, queries, transposed(keys))
+        else:
+            lax.fori_loop(0, width // part, one, ())
         if meanwhile is not None:
             meanwhile()
         return acc[...]
@@ -154,7 +167,12 @@ def weighted_sum(acc: jax.Array, weights: jax.Array, values: Any, spill: Any, *,
     if interpreted:
         spill[...] = weights
         plgpu.commit_smem()
-        return acc + product(spill, values, acc.shape)
+
+        def alone(ref: Any) -> jax.Array:
+            plgpu.wgmma(ref, spill, values)
+            return ref[...]
+
+        return acc + pl.run_scoped(alone, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))  # type: ignore[arg-type]
 
     def run(ref: Any) -> None:
         plgpu.wgmma(ref, weights, values)
@@ -172,24 +190,25 @@ def weighted_sums(
 
 def clear_hidden(values: Any, first: Any, stop: jax.Array) -> None:
     """Zero the rows of a tile in shared memory outside [first, stop): stale memory may hold NaN, and NaN times 0 is NaN."""
-    rows, width = values.shape
-    for row in range(0, rows, WARPGROUP_ROWS):
-        for begin, size in parts(width):
-            tile = values.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(begin, size)]
-            number = index((WARPGROUP_ROWS, size), 0) + row
-            loaded = plgpu.layout_cast(tile[...], WGMMA)
-            tile[...] = jnp.where((number >= first) & (number < stop), loaded, jnp.zeros_like(loaded))
-    plgpu.commit_smem()
+
+    def one(row: int, tile: Any) -> None:
+        number = index(tile.shape, 0, RUNS) + row
+        loaded = _load(tile, RUNS)
+        tile[...] = jnp.where((number >= first) & (number < stop), loaded, jnp.zeros_like(loaded))
+
+    _by_slice(one, values)
 
 
-def by_slice(matrices: tuple[Any, ...], visit: Callable[..., None]) -> None:
-    """Call `visit` with the same `SLICE` columns of each matrix in shared memory, in a loop: it takes the registers of one slice, where unrolled
-    code would keep addresses of all."""
+def _by_slice(visit: Callable[..., None], *matrices: Any) -> None:
+    """Call `visit` with a first row, then the same rows of a warpgroup and `SLICE` columns of each matrix in shared memory; then show other
+    units what was written. In a loop: it takes the registers of one slice, where unrolled code would keep addresses of all."""
     rows, width = matrices[0].shape
 
     def one(i: jax.Array, _: tuple[()]) -> tuple[()]:
-        at = pl.ds(0, rows), pl.ds(pl.multiple_of(i * SLICE, SLICE), SLICE)
-        visit(*(matrix.at[at] for matrix in matrices))
+        for row in range(0, rows, WARPGROUP_ROWS):
+            at = pl.ds(row, WARPGROUP_ROWS), pl.ds(pl.multiple_of(i * SLICE, SLICE), SLICE)
+            visit(row, *(matrix.at[at] for matrix in matrices))
         return ()
 
     lax.fori_loop(0, width // SLICE, one, ())
+    plgpu.commit_smem()
