@@ -71,7 +71,7 @@ def test_nothing_that_spills_or_was_never_compiled_is_proposed_or_chosen(monkeyp
     assert not keeps_to_registers(dataclasses.replace(long, tile_kv=128))
     assert {choice.prefill_tile_kv for _, choice in candidates(4, pool, "prefill", "float8_e4m3fn")} == {64}
     assert configs(4, pool, 1.0, HopperChoices(prefill_tile_kv=128), stored="float8_e4m3fn")[1].tile_kv == 64
-    monkeypatch.setattr(hopper_tuning, "_compiled", lambda: {})
+    monkeypatch.setattr(hopper_tuning, "_compiled", dict)
     with pytest.raises(NotImplementedError, match="--sweep"):
         configs(4, pool, 1.0)
     assert configs(4, pool, 1.0, proven=False)[0].tile_kv == 64
