@@ -72,7 +72,7 @@ def _compiled(args: argparse.Namespace, dump: Path) -> Iterator[list[Kernel]]:
     for head_dim, block_size, stored, has_rules in shapes:
         if head_dim in args.head_dim and block_size in args.block_size and stored in args.stored and has_rules in wanted:
             variant = Variant(head_dim, block_size, GROUPS[block_size], stored, has_rules)
-            for tried in untried(head_dim, stored) if args.sweep else (None,):
+            for tried in untried(head_dim, stored, has_rules=has_rules) if args.sweep else (None,):
                 kernels = compile_variant(variant, dump, tried)
                 for kernel in kernels:
                     print(kernel.line(), flush=True)

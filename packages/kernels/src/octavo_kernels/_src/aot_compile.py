@@ -65,11 +65,11 @@ class Tried(NamedTuple):
     take_turns: bool
 
 
-def untried(head_dim: int, stored: str) -> Iterator[Tried]:
+def untried(head_dim: int, stored: str, *, has_rules: bool) -> Iterator[Tried]:
     """Every one that fits shared memory, for both kernels."""
     pool = (1, KV_HEADS, min(BLOCK_SIZES), head_dim)
     for tile_kv, take_turns in itertools.product(TILES, (True, False) if stored == "bfloat16" else (False,)):
-        chosen = configs(1, pool, 1.0, rules=RULES, stored=stored, proven=False)
+        chosen = configs(1, pool, 1.0, rules=RULES if has_rules else Rules(), stored=stored, proven=False)
         if all(dataclasses.replace(c, tile_kv=tile_kv, stages=FEWEST_STAGES).smem_bytes() <= MAX_SMEM_BYTES for c in chosen):
             yield Tried(tile_kv, take_turns)
 
