@@ -1,4 +1,5 @@
 import contextlib
+from array import array
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from octavo_core.wire import (
     SamplingParams,
     decode,
     encode,
+    id_range,
     pack_frame,
     unpack_frame,
 )
@@ -39,7 +41,7 @@ sampling = st.builds(
 requests = st.builds(
     EngineRequest,
     request_id=st.text(max_size=20),
-    prompt_ids=TOKENS,
+    prompt_ids=TOKENS.map(lambda ids: array("i", ids)),
     sampling=sampling,
     namespace=st.binary(min_size=8, max_size=8),
     priority=st.integers(-(2**31), 2**31 - 1),
@@ -143,6 +145,27 @@ def test_a_payload_nested_too_deeply_is_refused() -> None:
 def test_a_list_that_promises_more_than_came_is_refused() -> None:
     with pytest.raises(FrameError, match="does not decode"):
         unpacked(frame_of(b"\xdd\xff\xff\xff\xff", FrameKind.REQUEST))
+
+
+def test_a_list_of_ids_comes_back_as_an_array_and_has_the_range_of_one() -> None:
+    ids = [7, 2**31 - 1, 0, 5]
+    (back,) = decode(FrameKind.REQUEST, encode([EngineRequest(request_id="r", prompt_ids=ids, sampling=SamplingParams())]))
+    assert list(back.prompt_ids) == ids
+    assert id_range(ids) == id_range(back.prompt_ids) == (0, 2**31 - 1)
+
+
+@pytest.mark.parametrize("ids", [[2**31], [-(2**31) - 1], [1.5], ["a"], None])
+def test_ids_that_no_frame_can_carry_are_refused_by_name(ids) -> None:
+    with pytest.raises(errors.RequestError, match="token ids are integers of 4 bytes") as refused:
+        encode([EngineRequest(request_id="r", prompt_ids=ids, sampling=SamplingParams())])
+    assert refused.value.param == "prompt"
+
+
+@pytest.mark.parametrize("prompts", [[], [b"1234", b"1234"], [b"123"]], ids=["too few", "too many", "cut"])
+def test_prompts_that_do_not_go_with_their_requests_are_refused(prompts) -> None:
+    request = EngineRequest(request_id="r", prompt_ids=(), sampling=SamplingParams())
+    with pytest.raises(FrameError, match="does not decode"):
+        decode(FrameKind.REQUEST, msgspec.msgpack.encode(([request], prompts)))
 
 
 def test_sampling_defaults_are_neutral_and_cost_nothing_on_the_wire() -> None:

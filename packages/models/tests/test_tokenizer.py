@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, processors
 
 from octavo_core.errors import CheckpointError, RequestError, UnsupportedModelError
+from octavo_models._src import tokenizer as module
 from octavo_models.text import SpecialTokens, Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 CORPUS = json.loads((Path(__file__).parent / "fixtures" / "smollm2_corpus.json").read_text())
@@ -165,6 +166,17 @@ def test_sentencepiece_adds_the_begin_token_and_drops_the_first_space():
     assert tokenizer.decode(ids) == "hello world"
     assert tokenizer.decode(ids[2:], continues=True) == " world"
     assert tokenizer.token_bytes(ids[2]) == b" world"
+
+
+@pytest.mark.parametrize("continues", [False, True])
+@pytest.mark.parametrize("part", [1, 2, 3, 7])
+def test_what_is_long_is_decoded_in_parts_that_cut_nothing(part, continues, monkeypatch):
+    tokenizer = tokenizer_from_gguf(sentencepiece_metadata(), source="test")
+    ids = tokenizer.encode("hello é日本🙂 world" * 5)
+    whole = tokenizer.decode(ids, continues=continues)
+    assert whole == (" " if continues else "") + "hello é日本🙂 world" * 5
+    monkeypatch.setattr(module, "_PART", part)
+    assert tokenizer.decode(ids, continues=continues) == whole
 
 
 @given(st.text(max_size=40))

@@ -256,7 +256,7 @@ def _score(logits: np.ndarray, token: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(token, float(logprobs[token]), rank, top.tolist(), logprobs[top].tolist())
 
 
-def _prompt_scores(engine: ToyEngine, prompt: list[int], num_top: int) -> list[TokenLogprobs | None]:
+def _prompt_scores(engine: ToyEngine, prompt: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
     return [None, *(_score(engine.logits(prompt[:i]), prompt[i], num_top) for i in range(1, len(prompt)))]
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from octavo_core.errors import CheckpointError, OverloadedError, RequestError
 from octavo_core.records import StepRecord
-from octavo_core.wire import EngineOutput, EngineRequest, EngineStats, FinishReason, ModelCard
+from octavo_core.wire import EngineOutput, EngineRequest, EngineStats, FinishReason, ModelCard, id_range
 
 STUCK: Final = 501
 CRASH: Final = 502
@@ -52,7 +52,8 @@ class CountingCore:
     def check(self, requests: list[EngineRequest]) -> None:
         """Refuse tokens that are none, and more sequences than there may be."""
         for request in requests:
-            if not request.prompt_ids or min(request.prompt_ids) < 0 or max(request.prompt_ids) >= VOCAB:
+            low, high = id_range(request.prompt_ids) if request.prompt_ids else (-1, -1)
+            if low < 0 or high >= VOCAB:
                 raise RequestError(f"token ids are 0 to {VOCAB - 1}", param="prompt")
         if self._max_queued and len(self._live) + len(requests) > self._max_queued:
             raise OverloadedError(f"{len(self._live)} sequences are waiting, at most {self._max_queued} may", retry_after_s=3)

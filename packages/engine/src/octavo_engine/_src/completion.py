@@ -72,7 +72,7 @@ class Job:
         if tokenizer is None and stop:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids")
         self.request = request
-        self.completion = Completion(prompt, request.prompt_ids, request_id=request.request_id)
+        self.completion = Completion(prompt, list(request.prompt_ids), request_id=request.request_id)
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stops = StopStrings(list(stop))
 

@@ -315,7 +315,7 @@ class EngineCore:
             end = min(position + last - first, sequence.prompt_len - 1)
             if begin < end:
                 at = list(range(first + begin - position, first + end - position))
-                targets = sequence.request.prompt_ids[begin + 1 : end + 1]
+                targets = list(sequence.request.prompt_ids[begin + 1 : end + 1])
                 out.append(PromptScores(sequence, targets, self._runner.score(dispatched, at, targets)))
                 sequence.scored_len = end
         return out

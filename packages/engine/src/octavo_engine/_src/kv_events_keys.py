@@ -144,4 +144,4 @@ def _runs(stored: list[Stored]) -> list[list[Stored]]:
 def _tokens(sequence: Sequence, start: int, stop: int) -> list[int]:
     prompt = sequence.request.prompt_ids
     output = sequence.output[max(start - len(prompt), 0) : max(stop - len(prompt), 0)]
-    return prompt[start:stop] + output
+    return [*prompt[start:stop], *output]

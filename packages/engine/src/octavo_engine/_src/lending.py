@@ -7,6 +7,7 @@ window are evicted first, and copied then.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -25,7 +26,7 @@ LENT_AT_ONCE: Final = 16
 class Load:
     """Blocks `first` to `upto` of a prompt that wait on the host; of the `complete` ones the bytes of every group."""
 
-    tokens: list[int]
+    tokens: Sequence[int]
     first: int
     upto: int
     complete: list[int]

@@ -121,7 +121,8 @@ class Offload:
         if len(chain) < num_blocks:
             start = len(chain) * self._block_size
             prompt = sequence.request.prompt_ids
-            tokens = (prompt[start:] + sequence.output[max(start - len(prompt), 0) :])[: num_blocks * self._block_size - start]
+            stop = num_blocks * self._block_size
+            tokens = [*prompt[start:stop], *sequence.output[max(start - len(prompt), 0) : max(stop - len(prompt), 0)]]
             parent = chain[-1] if chain else self._root(sequence.request.namespace)
             chain += block_keys(tokens, b"", self._block_size, parent=parent)
         return chain[:num_blocks]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from octavo_core.errors import ContextLengthError, RequestError
-from octavo_core.wire import EngineRequest, ModelCard, SamplingParams
+from octavo_core.wire import EngineRequest, ModelCard, SamplingParams, id_range
 
 MAX_BIAS = 300
 MAX_STOP = 32
@@ -25,10 +26,10 @@ def check_request(request: EngineRequest, card: ModelCard) -> None:
         raise RequestError(f"a namespace has 8 bytes, got {len(request.namespace)}")
 
 
-def _check_prompt(ids: list[int], card: ModelCard) -> None:
+def _check_prompt(ids: Sequence[int], card: ModelCard) -> None:
     if not ids:
         raise RequestError("a prompt has at least one token, got none", param="prompt")
-    low, high = min(ids), max(ids)
+    low, high = id_range(ids)
     if low < 0 or high >= card.vocab_size:
         bad = low if low < 0 else high
         raise RequestError(f"token ids are 0 to {card.vocab_size - 1}, got {bad}", param="prompt")

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -20,6 +21,7 @@ from octavo_core.errors import RequestError, UnsupportedModelError
 
 Spelling = Literal["byte_level", "sentencepiece"]
 _SPACE_MARK: Final = "▁"
+_PART: Final = 16384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,8 @@ class Tokenizer:
         # A batch of one: `encode` would hold Python's lock, for seconds where the text is long.
         (encoded,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens and not own)
         ids: list[int] = encoded.ids
+        if len(ids) > _PART:
+            time.sleep(0)  # a turn for other threads: what follows, the end of `encoded`, takes the lock for about as long again
         if own and add_special_tokens:
             before = [self.special.bos_id] if self.special.add_bos and self.special.bos_id is not None else []
             after = [self.special.eos_id] if self.special.add_eos and self.special.eos_id is not None else []
@@ -93,10 +97,13 @@ class Tokenizer:
         Raises:
             RequestError: For a negative id.
         """
-        data = b"".join(self.kept_bytes(token_ids, skip_special_tokens=skip_special_tokens))
-        if self.strips_leading_space and not continues:
-            data = data.removeprefix(b" ")
-        return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+        decoder, texts = codecs.getincrementaldecoder("utf-8")("replace"), []
+        strips = self.strips_leading_space and not continues
+        for at in range(0, len(token_ids), _PART):  # no call in C keeps Python's lock for long
+            data = b"".join(self.kept_bytes(token_ids[at : at + _PART], skip_special_tokens=skip_special_tokens))
+            texts.append(decoder.decode(data.removeprefix(b" ") if strips else data))
+            strips = strips and not data
+        return "".join(texts)
 
     def kept_bytes(self, token_ids: Iterable[int], *, skip_special_tokens: bool) -> list[bytes]:
         """Bytes of each token, without the special ones where they are skipped."""

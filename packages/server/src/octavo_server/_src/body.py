@@ -16,6 +16,12 @@ from octavo_server._src.openai_errors import BodyTooLargeError, SlowBodyError
 
 M = TypeVar("M", bound=BaseModel)
 _DRAINED_BODIES = 4
+_PIECE = 64 * 1024
+_PIECES_DEPTH = 4
+"""Of a body, a list of messages, a message, its parts; deeper, each look at what is nested would cost as much as the whole."""
+_LOOKED_AT = 64
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ARRAY = msgspec.json.Decoder(list[msgspec.Raw])
 BODIES_AT_ONCE = 16
 """Of the largest size; there may be any number of small ones."""
 
@@ -96,7 +102,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
         RequestError: For anything else: broken JSON, NaN, invalid UTF-8, lone surrogates, deep nesting, another type.
     """
     try:
-        value = msgspec.json.decode(body)
+        value = _decoded(body)
     except RecursionError:
         raise RequestError("the request body is nested too deeply", code="invalid_json") from None
     except (msgspec.MsgspecError, ValueError) as error:
@@ -104,6 +110,22 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"wanted a JSON object as request body, got {_kind(value)}", code="invalid_json")
     return value
+
+
+def _decoded(body: bytes) -> Any:
+    with contextlib.suppress(msgspec.MsgspecError):
+        return _in_pieces(body, 0)
+    return msgspec.json.decode(body)  # what is wrong is said with its place in the whole
+
+
+def _in_pieces(data: bytes | msgspec.Raw, depth: int) -> Any:
+    """What is large, an array of objects or texts above all, one item after the other: no call in C keeps Python's lock for long."""
+    begins = bytes(memoryview(data)[:_LOOKED_AT]).lstrip() if len(data) > _PIECE and depth < _PIECES_DEPTH else b""
+    if begins.startswith(b"{"):
+        return {name: _in_pieces(value, depth + 1) for name, value in _OBJECT.decode(data).items()}
+    if begins.startswith(b"[") and begins[1:].lstrip().startswith((b"{", b"[", b'"')):
+        return [_in_pieces(item, depth + 1) for item in _ARRAY.decode(data)]
+    return msgspec.json.decode(data)
 
 
 def validate(model: type[M], value: dict[str, Any], *, ignore_unknown: bool) -> M:

@@ -26,7 +26,7 @@ class ChatFormat:
     def opening(self, index: int) -> dict[str, Any] | None:
         """The role, once per choice."""
         delta = {"role": "assistant", "content": ""}
-        extra = {"prompt_token_ids": self._prompt.ids} if self._request.return_token_ids else {}
+        extra = {"prompt_token_ids": self._prompt.ids.tolist()} if self._request.return_token_ids else {}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **extra}
 
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ class ChatFormat:
 
     def envelope(self, whole: Sequence[Delta]) -> dict[str, Any]:
         """Prompt scores and ids, which belong to no choice."""
-        extra: dict[str, Any] = {"prompt_token_ids": self._prompt.ids} if self._request.return_token_ids else {}
+        extra: dict[str, Any] = {"prompt_token_ids": self._prompt.ids.tolist()} if self._request.return_token_ids else {}
         scores = whole[0].prompt_scores
         if self._request.prompt_logprobs is not None and scores is not None:
             extra["prompt_logprobs"] = prompt_logprobs(scores, token_namer(self._text, as_ids=self._as_ids))

@@ -66,7 +66,7 @@ class CompletionFormat:
         if self._request.return_token_ids or self._served.text is None:
             choice["token_ids"] = delta.token_ids
             if is_first:
-                choice["prompt_token_ids"] = self._prompts[index // self._request.n].ids
+                choice["prompt_token_ids"] = self._prompts[index // self._request.n].ids.tolist()
         return choice
 
     def envelope(self, whole: Sequence[Delta]) -> dict[str, Any]:

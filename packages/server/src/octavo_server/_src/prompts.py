@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +19,9 @@ _PART = 16384
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt. `text` is None where the client sent ids."""
+    """One prompt: its ids as C ints, which go to the engine as they are. `text` is None where the client sent ids."""
 
-    ids: list[int]
+    ids: array[int]
     text: str | None = None
 
 
@@ -49,7 +50,7 @@ def _prompts(served: Served, value: Any, add_special_tokens: bool) -> list[Promp
         ids = served.require_text().encode(one, add_special_tokens=add_special_tokens) if isinstance(one, str) else one
         check_length(len(ids), None, served.card)
         check_ids(ids, served.card)
-        prompts.append(Prompt(ids, one if isinstance(one, str) else None))
+        prompts.append(Prompt(_packed(ids), one if isinstance(one, str) else None))
     return prompts
 
 
@@ -70,7 +71,7 @@ def _render(served: Served, request: Conversation) -> Prompt:
     ids = text.encode(rendered, add_special_tokens=request.add_special_tokens, param="messages")
     check_length(len(ids), None, served.card, param="messages")
     check_ids(ids, served.card, param="messages")
-    return Prompt(ids, rendered)
+    return Prompt(_packed(ids), rendered)
 
 
 def _listed(value: Any) -> list[str | list[Any]]:
@@ -97,6 +98,13 @@ def check_ids(ids: list[Any], card: ModelCard, *, param: str = "prompt") -> None
         if not _are_ints(some) or min(some) < 0 or max(some) >= card.vocab_size:
             bad = next(one for one in some if type(one) is not int or not 0 <= one < card.vocab_size)
             raise RequestError(f"token ids are integers in [0, {card.vocab_size}), got {str(bad)[:40]}", param=param)
+
+
+def _packed(ids: list[int]) -> array[int]:
+    packed = array("i")
+    for some in _in_parts(ids):
+        packed.fromlist(some)
+    return packed
 
 
 def _are_ints(values: list[Any]) -> bool:

@@ -7,10 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from octavo_core.errors import RequestError
-from octavo_server._src.fields import COMMON_IGNORED, COMMON_REFUSED, Generation, Strict, TokenId
+from octavo_server._src.fields import COMMON_IGNORED, COMMON_REFUSED, Generation, Strict
 
 MAX_MESSAGES = 4096
 MAX_TEMPLATE_KWARGS = 64
+MAX_TOKENS = 2**20
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
 _PROMPT_SCHEMA = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, _TOKENS, {"type": "array", "items": _TOKENS}]
@@ -167,8 +168,15 @@ class TokenizeMessages(Conversation):
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {"tools": ([],), "chat_template": ()}
 
 
+def _listed(value: Any) -> Any:
+    """What is in the list is for `check_ids` to say, piece by piece."""
+    if not isinstance(value, list) or len(value) > MAX_TOKENS:
+        raise ValueError(f"Input should be an array of at most {MAX_TOKENS} token ids")
+    return value
+
+
 class DetokenizeRequest(Strict):
     """Body of `POST /detokenize`."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=2**20)]
+    tokens: Annotated[Any, BeforeValidator(_listed), WithJsonSchema(_TOKENS | {"maxItems": MAX_TOKENS})]

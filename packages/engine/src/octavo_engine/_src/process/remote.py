@@ -223,8 +223,9 @@ class RemoteEngine:
             raise EngineDeadError(self._reason)
         if attachment.outgoing.backlog_bytes > MAX_BACKLOG_BYTES:
             raise OverloadedError("requests come faster than the engine core takes them; try again later")
+        payload = encode(list(requests))
         first, streams = self._streams.add(self, [request.request_id for request in requests])
-        attachment.outgoing.post(FrameKind.REQUEST, encode(list(requests)), request=first)
+        attachment.outgoing.post(FrameKind.REQUEST, payload, request=first)
         attachment.ringer.ring()
         return streams
 
