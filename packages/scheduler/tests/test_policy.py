@@ -146,10 +146,15 @@ SLO = SchedulerConfig(chunk_policy="slo")
 
 def seen(samples, config=SLO) -> jax.Array:
     """The costs after steps of (decode rows, prompt tokens, seconds)."""
-    costs, result = chunks.assumed(config), empty_result(1)
-    for n, c, t in samples:
-        costs = LEARN(costs, result._replace(step_s=np.float32(t), num_decodes=np.int32(n), num_prefill_tokens=np.int32(c)))
+    costs = chunks.assumed(config)
+    for sample in samples:
+        costs = LEARN(costs, seen_step(*sample))
     return costs
+
+
+def seen_step(num_decodes, num_prefill_tokens, step_s):
+    counts = {"num_decodes": np.int32(num_decodes), "num_prefill_tokens": np.int32(num_prefill_tokens)}
+    return empty_result(1)._replace(step_s=np.float32(step_s), **counts)
 
 
 COSTS = st.tuples(st.floats(1e-3, 0.1), st.floats(1e-5, 2e-3), st.floats(1e-6, 1e-3))
@@ -174,7 +179,9 @@ def test_slo_learns_what_steps_cost(truth, seed):
     block_size=st.sampled_from([16, 32]),
     sizes=st.sampled_from([(), (32, 64, 128, 256, 512)]),
 )
-def test_slo_takes_the_largest_chunk_under_the_target_and_at_least_a_block(costs, num_decodes, target_ms, block_size, sizes):
+def test_slo_takes_the_largest_chunk_under_the_target_and_at_least_a_quarter_of_a_block(
+    costs, num_decodes, target_ms, block_size, sizes
+):
     config = SchedulerConfig(
         token_budget=512,
         chunk_policy="slo",
@@ -188,13 +195,37 @@ def test_slo_takes_the_largest_chunk_under_the_target_and_at_least_a_block(costs
     if not num_decodes:
         assert room == 512
         return
-    if room > block_size and not sizes:
+    least = block_size // chunks.LEAST
+    if room > least and not sizes:
         assert base + alpha * num_decodes + beta * (room - 1) <= target_ms / 1e3 * 1.001
     if room < 512 - num_decodes and not sizes and beta > 1e-8:
         assert base + alpha * num_decodes + beta * (room + 2) >= target_ms / 1e3 * 0.999
-    assert room >= min(block_size, 512 - num_decodes)
+    assert room >= min(least, 512 - num_decodes)
     if sizes:
         assert num_decodes + room in sizes
+
+
+@pytest.mark.parametrize("num_decodes", [1, 8, 32])
+@pytest.mark.parametrize("growth_ms", [0.0, 1.0, 4.0])
+def test_slo_keeps_to_its_target_while_a_long_prompt_makes_every_step_dearer(num_decodes, growth_ms):
+    """A token of a prompt of 6,000 costs 2 ms, and more the more context it looks at; decode steps are seen before, none between."""
+    config = SchedulerConfig(chunk_policy="slo", token_budget=512, slo_prior_us=(10_000, 2_000, 2_000))
+    idle_s = 24e-3 + 2.3e-3 * num_decodes
+    costs, available, computed, longest = (
+        seen([(num_decodes, 0, idle_s)] * 50, config),
+        jax.jit(chunks.available, static_argnums=(2, 3)),
+        0,
+        [],
+    )
+    while computed < 6_000:
+        chunk = int(available(jnp.int32(num_decodes), costs, config, 16))
+        step_s = idle_s + chunk * 1e-3 * (2 + growth_ms * computed / 6_000)
+        costs = LEARN(costs, seen_step(num_decodes, chunk, step_s))
+        computed += chunk
+        longest.append(step_s / idle_s)
+    assert max(longest[10:]) <= 1.15 * chunks.DECODE_STEPS
+    assert np.mean(longest) >= 0.9 * chunks.DECODE_STEPS  # and makes use of it
+    assert np.array(chunks.solve(costs)) @ [1, num_decodes, 0] == pytest.approx(idle_s, rel=0.1)
 
 
 def test_slo_without_a_measurement_goes_by_what_was_assumed_and_ignores_times_that_are_none():

@@ -19,12 +19,18 @@ STEPS: Final = ((-1, 2048), (32, 1024), (64, 512))
 DECODE_STEPS: Final = 2.5
 """`slo` without a target: a step with prompt tokens lasts as long as so many without any."""
 
-_SCALE: Final = (1.0, 1.0 / 64.0, 1.0 / 1024.0)
+LEAST: Final = 4
+"""`slo` takes this part of a block at least: a whole one, 32 tokens late in a long prompt, is many decode steps on a CPU."""
+
+_SCALE: Final = (1.0, 1.0 / 64.0, 1.0 / 64.0)
 """Units of the fit, so that its three unknowns are of one size."""
 
-_FORGET: Final = 0.97
-_DOUBT: Final = 1e-3
-"""Weight of what is assumed at the start, against 1 for each step seen."""
+_FORGET: Final = 0.95
+_FADE: Final = 0.998
+"""What is left of what steps said after one more of their kind, with prompt tokens or without, and after one of the other kind."""
+_DOUBT: Final = 1e-4
+_SHARE: Final = 3e-6
+"""Weight of what is assumed at the start, and more of it by the weight of all that was seen: float32 tells no smaller share."""
 
 
 def chunk_limit(num_decodes: Int32[Array, ""], config: SchedulerConfig) -> Int32[Array, ""]:
@@ -37,11 +43,11 @@ def chunk_limit(num_decodes: Int32[Array, ""], config: SchedulerConfig) -> Int32
 
 
 def available(
-    num_decodes: Int32[Array, ""], costs: Float32[Array, "4 4"], config: SchedulerConfig, block_size: int
+    num_decodes: Int32[Array, ""], costs: Float32[Array, "7 4"], config: SchedulerConfig, block_size: int
 ) -> Int32[Array, ""]:
     """`C_avail`: prompt tokens of all sequences together, `max(0, T_budget − N_decode)` or what `slo` leaves of it.
 
-    `slo`: the largest `Σc_p` with `t_base + α·N_decode + β·Σc_p ≤ target`, at least one block; with nobody decoding nobody waits for
+    `slo`: the largest `Σc_p` with `t_base + α·N_decode + β·Σc_p ≤ target`, at least a quarter of a block; with nobody decoding nobody waits for
     the step and the budget stands. Where the device pads steps, one of its sizes is filled.
     """
     room = jnp.maximum(config.token_budget - num_decodes, 0)
@@ -50,39 +56,48 @@ def available(
     base_s, decode_s, token_s = solve(costs)
     idle_s = base_s + decode_s * num_decodes
     target_s = config.target_itl_ms / 1e3 if config.target_itl_ms else DECODE_STEPS * idle_s
-    fits = jnp.clip((target_s - idle_s) / jnp.maximum(token_s, 1e-9), block_size, config.token_budget).astype(jnp.int32)
+    least = max(block_size // LEAST, 1)
+    fits = jnp.clip((target_s - idle_s) / jnp.maximum(token_s, 1e-9), least, config.token_budget).astype(jnp.int32)
     if config.step_sizes:
         sizes = jnp.array(config.step_sizes, jnp.int32)
-        least = jnp.min(jnp.where(sizes >= num_decodes + block_size, sizes, config.token_budget))
-        fits = jnp.maximum(jnp.max(jnp.where(sizes <= num_decodes + fits, sizes, 0)), least) - num_decodes
+        smallest = jnp.min(jnp.where(sizes >= num_decodes + least, sizes, config.token_budget))
+        fits = jnp.maximum(jnp.max(jnp.where(sizes <= num_decodes + fits, sizes, 0)), smallest) - num_decodes
     return jnp.where(num_decodes > 0, jnp.minimum(room, fits), room)
 
 
-def assumed(config: SchedulerConfig) -> Float32[Array, "4 4"]:
+def assumed(config: SchedulerConfig) -> Float32[Array, "7 4"]:
     """What steps cost before one was seen: normal equations of nothing, then the assumption. It is a value of the state and no
     constant of the program, so that a device timed anew at every start finds its compiled step again."""
     prior = jnp.array(config.slo_prior_us, jnp.float32) * 1e-6 / jnp.array(_SCALE, jnp.float32)
-    return jnp.zeros((4, 4), jnp.float32).at[3, :3].set(prior)
+    return jnp.zeros((7, 4), jnp.float32).at[6, :3].set(prior)
 
 
-def learn(costs: Float32[Array, "4 4"], result: StepResult) -> Float32[Array, "4 4"]:
-    """Take in how long a step took: the normal equations of `t_base + α·N_decode + β·Σc_p`, older steps fading.
+def learn(costs: Float32[Array, "7 4"], result: StepResult) -> Float32[Array, "7 4"]:
+    """Take in how long a step took: normal equations of `t_base + α·N_decode + β·Σc_p` (the relative error counts), older steps fading.
+
+    Steps without prompt tokens and steps with some have equations of their own, which fade with their own kind, and are added to solve
+    them: while a long prompt is computed every step is alike and says only what all of it takes, ever more as the context grows, and
+    what a step takes without the prompt is not to be found in it. Forgotten, it would be taken to grow too, and the target with it.
 
     Source: recursive least squares with exponential forgetting, kept as its normal equations.
     """
     x = jnp.stack([jnp.float32(1), result.num_decodes.astype(jnp.float32), result.num_prefill_tokens.astype(jnp.float32)])
-    x = x * jnp.array(_SCALE, jnp.float32)
-    row = jnp.append(x, result.step_s)
-    seen = jnp.concatenate([_FORGET * costs[:3] + x[:, None] * row, costs[3:]])
+    unit_s = jnp.maximum(costs[6, 0] + costs[6, 1], 1e-3)
+    row = jnp.append(x * jnp.array(_SCALE, jnp.float32), result.step_s) * (unit_s / result.step_s)
+    mixed = result.num_prefill_tokens > 0
+    plain = jnp.where(mixed, _FADE * costs[:3], _FORGET * costs[:3] + row[:3, None] * row)
+    others = jnp.where(mixed, _FORGET * costs[3:6] + row[:3, None] * row, _FADE * costs[3:6])
+    seen = jnp.concatenate([plain, others, costs[6:]])
     return jnp.where((result.step_s > 0) & jnp.isfinite(result.step_s), seen, costs)
 
 
-def solve(costs: Float32[Array, "4 4"]) -> tuple[Float32[Array, ""], ...]:
+def solve(costs: Float32[Array, "7 4"]) -> tuple[Float32[Array, ""], ...]:
     """`t_base`, `α` and `β` in seconds, none negative. Where steps say little of one of them, the assumption of the start stands."""
     scale = jnp.array(_SCALE, jnp.float32)
-    prior = costs[3, :3]
-    normal = costs[:3, :3] + _DOUBT * jnp.eye(3, dtype=jnp.float32)
-    right = costs[:3, 3] + _DOUBT * prior
+    prior, seen = costs[6, :3], costs[:3] + costs[3:6]
+    doubt = _DOUBT + _SHARE * jnp.trace(seen[:, :3])
+    normal = seen[:, :3] + doubt * jnp.eye(3, dtype=jnp.float32)
+    right = seen[:, 3] + doubt * prior
     a, b, c = normal
     cross = jnp.stack([jnp.cross(b, c), jnp.cross(c, a), jnp.cross(a, b)])  # rows of the adjugate of a symmetric matrix
     found = cross @ right / jnp.maximum(jnp.dot(a, cross[0]), 1e-12)

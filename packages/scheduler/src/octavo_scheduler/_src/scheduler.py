@@ -283,7 +283,7 @@ class _Taken(NamedTuple):
     status: Int32[Array, " sequences"]
     known_len: Int32[Array, " sequences"]
     in_flight: Int32[Array, " sequences"]
-    costs: Float32[Array, "4 4"]
+    costs: Float32[Array, "7 4"]
 
 
 class _Stepped(NamedTuple):

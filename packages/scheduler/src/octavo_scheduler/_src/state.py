@@ -66,7 +66,7 @@ class SchedulerState(NamedTuple):
     room: Int32[Array, ""]
     refusal: Int32[Array, " 3"]
     cursor: Int32[Array, ""]
-    costs: Float32[Array, "4 4"]
+    costs: Float32[Array, "7 4"]
 
     @property
     def total_len(self) -> Int32[Array, " sequences"]:
@@ -114,7 +114,7 @@ def empty_state(num_sequences: int, max_len: int, num_tenants: int = 1) -> Sched
         room=jnp.zeros((), jnp.int32),
         refusal=jnp.array([-1, 0, 0], jnp.int32),
         cursor=jnp.zeros((), jnp.int32),
-        costs=jnp.zeros((4, 4), jnp.float32),
+        costs=jnp.zeros((7, 4), jnp.float32),
     )
 
 
