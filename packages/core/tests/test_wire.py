@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from octavo_core import errors
 from octavo_core.errors import FrameError
+from octavo_core.ids import id_range
 from octavo_core.wire import (
     HEADER_BYTES,
     MAGIC,
@@ -20,7 +21,6 @@ from octavo_core.wire import (
     SamplingParams,
     decode,
     encode,
-    id_range,
     pack_frame,
     unpack_frame,
 )

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from octavo_core import errors
 from octavo_core.errors import FrameError, RequestError
@@ -125,14 +124,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     deadline_s: float | None = None
     arrival_s: float = 0.0
-
-
-def id_range(ids: Sequence[int]) -> tuple[int, int]:
-    """The least and the greatest of the ids of a prompt, of which there is at least one."""
-    if isinstance(ids, array):  # a thousand times as fast as one object after another
-        values = np.frombuffer(ids, np.intc)
-        return int(values.min()), int(values.max())
-    return min(ids), max(ids)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

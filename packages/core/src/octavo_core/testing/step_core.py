@@ -14,8 +14,9 @@ import time
 from typing import Any, Final
 
 from octavo_core.errors import CheckpointError, OverloadedError, RequestError
+from octavo_core.ids import id_range
 from octavo_core.records import StepRecord
-from octavo_core.wire import EngineOutput, EngineRequest, EngineStats, FinishReason, ModelCard, id_range
+from octavo_core.wire import EngineOutput, EngineRequest, EngineStats, FinishReason, ModelCard
 
 STUCK: Final = 501
 CRASH: Final = 502

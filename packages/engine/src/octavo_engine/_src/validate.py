@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from octavo_core.errors import ContextLengthError, RequestError
-from octavo_core.wire import EngineRequest, ModelCard, SamplingParams, id_range
+from octavo_core.ids import id_range
+from octavo_core.wire import EngineRequest, ModelCard, SamplingParams
 
 MAX_BIAS = 300
 MAX_STOP = 32
