@@ -28,6 +28,11 @@ def hopper_attention() -> HopperAttention:
     return HopperAttention()
 
 
+def copies_scales(block_size: int) -> bool:
+    """Whether this JAX can copy the scales of an FP8 block, 4 bytes a token: before 0.11 a copy had 128 bytes at least."""
+    return 4 * block_size >= 128 or jax.__version_info__ >= (0, 11)
+
+
 def multiprocessors() -> int:
     """How many JAX's first device has; where it does not say, as many as an H200."""
     return int(getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS)

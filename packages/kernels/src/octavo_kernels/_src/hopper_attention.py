@@ -15,7 +15,7 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int32, UInt8
 from octavo_core.seams import AttentionBatch
 from octavo_core.specs import KVGroupSpec
 from octavo_kernels._src.fp8 import FP8
-from octavo_kernels._src.hopper import multiprocessors, require_hopper
+from octavo_kernels._src.hopper import copies_scales, multiprocessors, require_hopper
 from octavo_kernels._src.hopper_decode import DecodeConfig, partial_results
 from octavo_kernels._src.hopper_latent_step import attend_latents
 from octavo_kernels._src.hopper_merge import merge
@@ -74,6 +74,10 @@ class HopperAttention:
             raise NotImplementedError("hopper attention serves latents without windows and sinks, this group has some")
         if spec.block_size not in BLOCK_SIZES:
             raise NotImplementedError(f"hopper attention serves blocks of {BLOCK_SIZES} tokens, these hold {spec.block_size}")
+        if spec.dtype.startswith("float8") and not copies_scales(spec.block_size):
+            raise NotImplementedError(
+                f"JAX {jax.__version__} cannot copy the scales of an FP8 block of {spec.block_size}; set --block-size 32 or install JAX 0.11"
+            )
         return new_pools(spec, num_blocks, spec.dtype)
 
     def write(
