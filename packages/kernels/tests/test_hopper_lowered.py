@@ -28,7 +28,9 @@ VARIANTS = [
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_kind_of_kernel_lowers_to_a_call_each(variant: Variant) -> None:
     if variant.stored.startswith("float8") and not copies_scales(variant.block_size):
-        pytest.skip(f"JAX {jax.__version__} cannot copy the scales of an FP8 block of {variant.block_size}; the backend declines it")
+        pytest.skip(
+            f"JAX {jax.__version__} cannot copy the scales of an FP8 block of {variant.block_size}; the backend declines it"
+        )
     attend, args, planned = traced(variant)
     text = jax.jit(attend).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == len(planned) == (2 if variant.head_dim == 576 else 3)
