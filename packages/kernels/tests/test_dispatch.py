@@ -78,10 +78,10 @@ def test_on_a_hopper_gpu_what_the_kernels_cannot_serve_falls_back_with_the_reaso
     [
         dataclasses.replace(FULL, dtype="bfloat16", head_dim=256, softcap=50.0),
         dataclasses.replace(FULL, dtype="bfloat16", head_dim=64, kind="window", window=128, sinks=True),
-        dataclasses.replace(FULL, dtype="float8_e4m3fn", head_dim=128),
-        dataclasses.replace(FULL, dtype="float8_e5m2", head_dim=256),
+        dataclasses.replace(FULL, dtype="float8_e4m3fn", head_dim=128, block_size=32),
+        dataclasses.replace(FULL, dtype="float8_e5m2", head_dim=256, block_size=32),
         dataclasses.replace(LATENT, dtype="bfloat16", head_dim=576, block_size=64),
-        dataclasses.replace(LATENT, dtype="float8_e4m3fn", head_dim=576, softcap=30.0),
+        dataclasses.replace(LATENT, dtype="float8_e4m3fn", head_dim=576, block_size=32, softcap=30.0),
     ],
     ids=str,
 )
@@ -89,6 +89,19 @@ def test_on_a_hopper_gpu_windows_caps_sinks_fp8_and_latents_are_hoppers(monkeypa
     pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
     monkeypatch.setattr(jax, "devices", lambda *_: [_Device("gpu", "NVIDIA H200", "9.0")])
     assert attention_backend("auto", (spec,)).name == "hopper"
+
+
+@pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 0)])
+def test_fp8_in_blocks_of_16_is_for_a_jax_that_can_copy_their_scales(monkeypatch, version) -> None:
+    pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="Pallas Mosaic GPU cannot be imported")
+    monkeypatch.setattr(jax, "devices", lambda *_: [_Device("gpu", "NVIDIA H200", "9.0")])
+    monkeypatch.setattr(jax, "__version_info__", version)
+    spec = dataclasses.replace(FULL, dtype="float8_e4m3fn", head_dim=128, block_size=16)
+    if version < (0, 11):
+        with pytest.raises(ConfigError, match="cannot copy the scales of an FP8 block of 16; set --block-size 32"):
+            attention_backend("hopper", (spec,))
+    else:
+        assert attention_backend("hopper", (spec,)).name == "hopper"
 
 
 def test_on_a_hopper_gpu_hopper_serves(monkeypatch) -> None:

@@ -77,6 +77,12 @@ def test_type_sizes_agree_with_the_gguf_package():
     assert all(known[kind] == sizes for kind, sizes in gguf_meta._TYPE_SIZES.items())
 
 
+def test_an_end_token_outside_the_vocabulary_is_left_out(tmp_path, caplog):
+    path = write(tmp_path / "model.gguf", eos=99)
+    assert open_checkpoint(path).generation.eos_token_ids == ()
+    assert "left out: 99" in caplog.text
+
+
 def test_the_default_checkpoint_is_read(smollm2_path):
     checkpoint = open_checkpoint(smollm2_path)
     config = checkpoint.config
@@ -111,7 +117,6 @@ def test_what_is_not_served_is_refused_in_one_line(tmp_path, options, words):
         ({"texts": {"llama.rope.scaling.type": "linear"}}, "scaling.factor"),
         ({"tensors": ("output.weight",)}, "token_embd.weight"),
         ({"rows": 2}, "only 2 rows"),
-        ({"eos": 99}, "eos_token_id 99"),
     ],
 )
 def test_contradictions_are_refused_by_key(tmp_path, options, words):
