@@ -26,9 +26,11 @@ _SCALE: Final = (1.0, 1.0 / 64.0, 1.0 / 64.0)
 """Units of the fit, so that its three unknowns are of one size."""
 
 _FORGET: Final = 0.95
+_FORGET_MIXED: Final = 0.9
 _FADE: Final = 0.998
-"""What is left of what steps said after one more of their kind, with prompt tokens or without, and after one of the other kind."""
-_DOUBT: Final = 1e-4
+"""What is left of what steps said after one more of their kind, without prompt tokens or with some (whose cost rises while a prompt is
+computed), and after one of the other kind."""
+_DOUBT: Final = 3e-5
 _SHARE: Final = 3e-6
 """Weight of what is assumed at the start, and more of it by the weight of all that was seen: float32 tells no smaller share."""
 
@@ -86,7 +88,7 @@ def learn(costs: Float32[Array, "7 4"], result: StepResult) -> Float32[Array, "7
     row = jnp.append(x * jnp.array(_SCALE, jnp.float32), result.step_s) * (unit_s / result.step_s)
     mixed = result.num_prefill_tokens > 0
     plain = jnp.where(mixed, _FADE * costs[:3], _FORGET * costs[:3] + row[:3, None] * row)
-    others = jnp.where(mixed, _FORGET * costs[3:6] + row[:3, None] * row, _FADE * costs[3:6])
+    others = jnp.where(mixed, _FORGET_MIXED * costs[3:6] + row[:3, None] * row, _FADE * costs[3:6])
     seen = jnp.concatenate([plain, others, costs[6:]])
     return jnp.where((result.step_s > 0) & jnp.isfinite(result.step_s), seen, costs)
 
@@ -95,11 +97,13 @@ def solve(costs: Float32[Array, "7 4"]) -> tuple[Float32[Array, ""], ...]:
     """`t_base`, `α` and `β` in seconds, none negative. Where steps say little of one of them, the assumption of the start stands."""
     scale = jnp.array(_SCALE, jnp.float32)
     prior, seen = costs[6, :3], costs[:3] + costs[3:6]
-    doubt = _DOUBT + _SHARE * jnp.trace(seen[:, :3])
-    normal = seen[:, :3] + doubt * jnp.eye(3, dtype=jnp.float32)
-    right = seen[:, 3] + doubt * prior
+    weight = jnp.diagonal(seen[:, :3])
+    doubt = _DOUBT + _SHARE * weight
+    even = 1 / jnp.sqrt(weight + doubt)  # so that the three are of one size for float32
+    normal = (seen[:, :3] + jnp.diag(doubt)) * even[:, None] * even
+    right = (seen[:, 3] + doubt * prior) * even
     a, b, c = normal
     cross = jnp.stack([jnp.cross(b, c), jnp.cross(c, a), jnp.cross(a, b)])  # rows of the adjugate of a symmetric matrix
-    found = cross @ right / jnp.maximum(jnp.dot(a, cross[0]), 1e-12)
+    found = even * (cross @ right) / jnp.maximum(jnp.dot(a, cross[0]), 1e-20)
     found = jnp.maximum(jnp.where(jnp.isfinite(found), found, prior), 0) * scale
     return found[0], found[1], found[2]
