@@ -228,6 +228,21 @@ def test_slo_keeps_to_its_target_while_a_long_prompt_makes_every_step_dearer(num
     assert np.array(chunks.solve(costs)) @ [1, num_decodes, 0] == pytest.approx(idle_s, rel=0.1)
 
 
+def test_slo_lets_steps_be_longer_the_more_prompts_wait_and_no_longer_where_a_target_is_set():
+    costs = chunks.assumed(SLO)
+
+    def room(num_prompts, **options):
+        config = SchedulerConfig(chunk_policy="slo", token_budget=2048, **options)
+        return int(chunks.available(jnp.int32(8), costs, config, 16, jnp.int32(num_prompts)))
+
+    rooms = [room(n) for n in (0, 1, 2, 5, 9, 100)]
+    assert rooms[0] == rooms[1] < rooms[2] < rooms[3] < rooms[4] == rooms[5]
+    assert rooms[4] / rooms[1] == pytest.approx(
+        (chunks.DECODE_STEPS + chunks.CROWD_STEPS - 1) / (chunks.DECODE_STEPS - 1), rel=0.02
+    )
+    assert room(1, target_itl_ms=80) == room(100, target_itl_ms=80)
+
+
 def test_slo_without_a_measurement_goes_by_what_was_assumed_and_ignores_times_that_are_none():
     config = SchedulerConfig(chunk_policy="slo", slo_prior_us=(20_000, 300, 90))
     for costs in (chunks.assumed(config), seen([(3, 5, 0.0), (3, 5, float("nan")), (3, 5, float("inf"))], config)):

@@ -17,7 +17,8 @@ STEPS: Final = ((-1, 2048), (32, 1024), (64, 512))
 """`adaptive`: above so many decode rows a chunk is so long; the last that applies."""
 
 DECODE_STEPS: Final = 2.5
-"""`slo` without a target: a step with prompt tokens lasts as long as so many without any."""
+CROWD_STEPS: Final = 1.5
+"""`slo` without a target: a step with prompt tokens lasts as long as so many without any, and so many more with as many prompts."""
 
 LEAST: Final = 4
 """`slo` takes this part of a block at least: a whole one, 32 tokens late in a long prompt, is many decode steps on a CPU."""
@@ -45,19 +46,25 @@ def chunk_limit(num_decodes: Int32[Array, ""], config: SchedulerConfig) -> Int32
 
 
 def available(
-    num_decodes: Int32[Array, ""], costs: Float32[Array, "7 4"], config: SchedulerConfig, block_size: int
+    num_decodes: Int32[Array, ""],
+    costs: Float32[Array, "7 4"],
+    config: SchedulerConfig,
+    block_size: int,
+    num_prompts: Int32[Array, ""] | int = 1,
 ) -> Int32[Array, ""]:
     """`C_avail`: prompt tokens of all sequences together, `max(0, T_budget − N_decode)` or what `slo` leaves of it.
 
     `slo`: the largest `Σc_p` with `t_base + α·N_decode + β·Σc_p ≤ target`, at least a quarter of a block; with nobody decoding nobody waits for
-    the step and the budget stands. Where the device pads steps, one of its sizes is filled.
+    the step and the budget stands. Where the device pads steps, one of its sizes is filled. `num_prompts` sequences have prompt to go: the
+    more of them to those who decode, the longer may a step be that has no target, for they wait too.
     """
     room = jnp.maximum(config.token_budget - num_decodes, 0)
     if config.chunk_policy != "slo":
         return room
     base_s, decode_s, token_s = solve(costs)
     idle_s = base_s + decode_s * num_decodes
-    target_s = config.target_itl_ms / 1e3 if config.target_itl_ms else DECODE_STEPS * idle_s
+    crowd = jnp.clip((num_prompts - 1) / jnp.maximum(num_decodes, 1), 0, 1)
+    target_s = config.target_itl_ms / 1e3 if config.target_itl_ms else (DECODE_STEPS + CROWD_STEPS * crowd) * idle_s
     least = max(block_size // LEAST, 1)
     fits = jnp.clip((target_s - idle_s) / jnp.maximum(token_s, 1e-9), least, config.token_budget).astype(jnp.int32)
     if config.step_sizes:

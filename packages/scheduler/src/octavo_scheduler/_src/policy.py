@@ -47,7 +47,8 @@ def query_lens(
     num_decodes = jnp.sum(decode, dtype=jnp.int32)
     want = _wanted_chunks(jnp.where(partial, remaining, 0)[state.by_rank], chunks.chunk_limit(num_decodes, config), config)
     before = running_sum(want) - want
-    ranked = decode + jnp.clip(chunks.available(num_decodes, state.costs, config, block_size) - before, 0, want)
+    room = chunks.available(num_decodes, state.costs, config, block_size, jnp.sum(partial, dtype=jnp.int32))
+    ranked = decode + jnp.clip(room - before, 0, want)
     return ranked[inverse(state.by_rank) if rank is None else rank]
 
 
