@@ -17,10 +17,12 @@ from octavo_core.errors import ConfigError
 from octavo_core.keys import block_keys, namespace_of, tier_root
 from octavo_core.testing.patience import PATIENCE_S
 from octavo_core.wire import EngineRequest, SamplingParams
+from octavo_engine._src import compose_tiers
 from octavo_engine._src.kv_offload_config import parse
 from octavo_engine._src.offload import Offload
 from octavo_engine.config import EngineConfig
 from octavo_offload import RemoteConfig, ThreadFiles, open_tiers
+from octavo_offload._src import nixl_files
 from octavo_offload.node import Blocks, Node
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -409,8 +411,9 @@ def test_windows_come_from_a_warm_disk_after_a_restart(windowed, texts, said, tm
     check_books(windowed)
 
 
-def test_a_shorter_prefix_than_the_loaded_one_gets_the_window_it_needs(windowed, texts, tmp_path):
-    """What was loaded has windows at its end only."""
+def test_a_shorter_prefix_than_the_loaded_one_gets_the_window_it_needs(windowed, texts, tmp_path, request):
+    """What was loaded has windows at its end only. Where no layer has one, the beginning of the fourth block is copied too."""
+    shared = 50 if request.node.callspec.params["windowed"] == "deepseek-v3" else 48
     mixed = texts[0][:50] + texts[1][:50]
     windowed.restart(tmp_path)
     without = windowed.ask(mixed)[0][0]
@@ -418,7 +421,7 @@ def test_a_shorter_prefix_than_the_loaded_one_gets_the_window_it_needs(windowed,
     windowed.ask(texts[0])
     windowed.restart(tmp_path / "other")
     assert windowed.ask(texts[0])[0][1] == 96
-    assert windowed.ask(mixed)[0] == (without, 48)
+    assert windowed.ask(mixed)[0] == (without, shared)
     check_books(windowed)
 
 
@@ -456,6 +459,16 @@ def test_flags_say_which_tiers_there_are(text, gigabytes, wanted):
     assert tiers.is_wanted == (wanted != (0, None))
     assert tiers.host_policy == "lru"
     assert parse("host=4GiB:arc,disk=/kv:1G").host_policy == parse("host=4GiB:arc").host_policy == "arc"
+    assert tiers.disk_way == "auto"
+    asked = parse("disk=/kv:1G:gds_mt")
+    assert (asked.disk_way, asked.disk) == ("gds_mt", parse("disk=/kv:1G").disk)
+
+
+def test_gpudirect_storage_is_refused_where_there_is_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(nixl_files, "_GPU", tmp_path / "nothing")
+    assert compose_tiers._files(parse(f"disk={tmp_path}:1G")) is None
+    with pytest.raises(ConfigError, match="gds_mt does not work here: no NVIDIA GPU is seen"):
+        compose_tiers._files(parse(f"disk={tmp_path}:1G:gds_mt"))
 
 
 @pytest.mark.parametrize(
@@ -468,7 +481,9 @@ def test_flags_say_which_tiers_there_are(text, gigabytes, wanted):
         ({"kv_offload": "host=lots"}, "wants a size above 0"),
         ({"kv_offload": "host=1G:clock"}, "takes :lru or :arc"),
         ({"kv_offload": "disk=/kv"}, "a folder and a size"),
-        ({"kv_offload": "tape=1G"}, r"knows host=SIZE\[:lru\|:arc\], disk=PATH:SIZE and remote=HOST:PORT"),
+        ({"kv_offload": "disk=/kv:gds_mt"}, "a folder and a size"),
+        ({"kv_offload": "disk=/kv:1G:gds"}, "wants a size above 0"),
+        ({"kv_offload": "tape=1G"}, r"knows host=SIZE\[:lru\|:arc\], disk=PATH:SIZE\[:gds_mt\] and remote=HOST:PORT"),
         ({"kv_offload": "host=1G,host=2G"}, "twice"),
         ({"kv_offload": "host=1G", "cpu_offload_gb": 1.0}, "both say"),
         ({"cpu_offload_gb": -1.0}, "at least 0"),

@@ -1,12 +1,15 @@
 """Trees laid out as the kernel's, and what is read from them."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from octavo_offload import fabric
 from octavo_offload._src import nixl
+from octavo_offload._src.remote import mooncake
 
 PORT = "sys/class/infiniband/mlx5_0/ports/1"
 GOOD = {
@@ -119,9 +122,17 @@ def test_rdma_is_good_where_ucx_has_no_other_choice(tree, monkeypatch, installed
 
 def test_the_install_line_is_told(monkeypatch):
     monkeypatch.setattr(nixl, "_MODULES", ())
+    monkeypatch.setattr(mooncake, "_PACKAGE", "a_package_nobody_has")
     assert "pip install --no-deps nixl-cu12" in facts(Path("/"))["nixl"].told
+    assert "pip install --no-deps mooncake-transfer-engine-non-cuda" in facts(Path("/"))["mooncake"].told
+
+
+def test_neither_the_doctor_nor_an_engine_loads_grpc():
+    """It has threads of its own; stores and agents have it."""
+    words = "import sys, octavo_offload, octavo_offload.fabric; sys.exit('grpc' in sys.modules)"
+    subprocess.run([sys.executable, "-c", words], check=True)
 
 
 @pytest.mark.skipif(not os.path.isdir("/sys"), reason="wants Linux")
 def test_this_machine_can_be_looked_at():
-    assert {"kernel", "memlock", "hugepages", "/dev/shm", "rdma-core", "nixl", "transport"} <= set(facts(Path("/")))
+    assert {"kernel", "memlock", "hugepages", "/dev/shm", "rdma-core", "nixl", "mooncake", "transport"} <= set(facts(Path("/")))

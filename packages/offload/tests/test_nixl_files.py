@@ -13,8 +13,8 @@ import pytest
 
 from octavo_core.testing import tiers as suite
 from octavo_core.tiers import Answer
-from octavo_offload import Slab, ThreadFiles, open_tiers
-from octavo_offload._src import nixl
+from octavo_offload import Slab, ThreadFiles, gds_files, open_tiers
+from octavo_offload._src import nixl, nixl_files
 from octavo_offload._src.files import Files
 from octavo_offload._src.nixl_files import NixlFiles, choose_files
 
@@ -231,3 +231,34 @@ def test_threads_take_any_buffer(tmp_path):
     files = ThreadFiles(Path(tmp_path))
     assert isinstance(files, Files)
     files.adopt(memoryview(bytearray(8)))
+
+
+def test_gpudirect_storage_is_refused_where_no_gpu_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(nixl_files, "_GPU", tmp_path / "nothing")
+    with pytest.raises(OSError, match="no NVIDIA GPU is seen"):
+        gds_files(tmp_path)
+
+
+def test_gpudirect_storage_without_nixl_is_refused_with_the_install_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(nixl_files, "_GPU", tmp_path)
+    monkeypatch.setattr(nixl, "_MODULES", ())
+    with pytest.raises(OSError, match=r"NIXL is not installed \(pip install"):
+        gds_files(tmp_path)
+
+
+@needs_nixl
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU: the plugin may work")
+def test_gpudirect_storage_without_the_libraries_of_cuda_is_refused_by_their_names(tmp_path, monkeypatch):
+    """The plugin is in NIXL's wheel, what it stands on is not."""
+    monkeypatch.setattr(nixl_files, "_GPU", tmp_path)
+    with pytest.raises(OSError, match=r"plugin GDS_MT does not work: .* libcufile"):
+        gds_files(tmp_path / "kv")
+
+
+@needs_nixl
+@pytest.mark.hopper
+@pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="no GPU: nothing for GPUDirect Storage to talk to")
+def test_a_disk_by_gpudirect_storage_gives_back_what_was_put(tmp_path, make_disk):
+    tier = make_disk(files=gds_files(tmp_path))
+    assert tier.told.startswith("NIXL GDS_MT")
+    assert suite.put(tier, range(6)) == suite.get(tier, range(6)) == (HIT,) * 6

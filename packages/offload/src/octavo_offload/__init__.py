@@ -12,6 +12,7 @@ from octavo_offload._src.disk import DiskTier
 from octavo_offload._src.files import Files, ThreadFiles
 from octavo_offload._src.host import HostTier
 from octavo_offload._src.jobs import Jobs
+from octavo_offload._src.nixl_files import gds_files
 from octavo_offload._src.policy import Chooser, Meter
 from octavo_offload._src.remote.auth import read_key
 from octavo_offload._src.remote.config import RemoteConfig
@@ -39,6 +40,7 @@ __all__ = [
     "Tls",
     "checksum",
     "content_digest",
+    "gds_files",
     "open_tiers",
     "read_key",
     "read_tls",

@@ -1,9 +1,9 @@
 """How fast blocks move: `python -m octavo_offload.bench [--json FILE] [--quick] [--folder PATH]`.
 
 Each tier is timed beside what it stands on, in the same run and in turn: host memory beside `memcpy`, the disk beside the same reads and
-writes without headers, checksums and books (NIXL's where the tier has chosen it), a store over loopback beside a bare socket, and where NIXL is installed
-one read one-sidedly (`remote_ucx`) beside NIXL's own reads. `tier_<name>_<way>_fraction` is the one over the other, `tier_<name>_fraction` the worse of
-both ways. `disk_threads_*` is a bare loop of `preadv` and `pwritev` in threads around the page cache, `disk_fio_*` what fio says where it is installed.
+writes without headers, checksums and books (NIXL's where the tier has chosen it), a store over loopback beside a bare socket, and where
+NIXL or Mooncake's transfer engine is installed one read one-sidedly (`remote_ucx`, `remote_mooncake`) beside the library's own reads.
+`tier_<name>_<way>_fraction` is the one over the other, `tier_<name>_fraction` the worse of both ways. `disk_threads_*` is a bare loop of `preadv` and `pwritev` in threads around the page cache, `disk_fio_*` what fio says where it is installed.
 Blocks are 1 MiB.
 """
 
@@ -29,13 +29,13 @@ import numpy as np
 from octavo_core.bench import Report, time_call
 from octavo_core.tiers import Answer, Tier
 from octavo_offload import DiskTier, Files, HostTier, Jobs, RemoteConfig, RemoteTier, ThreadFiles, checksum
-from octavo_offload._src import nixl
 from octavo_offload._src.nixl_files import choose_files
+from octavo_offload._src.remote import transports
 from octavo_offload._src.setup import COPY_THREADS, DISK_THREADS
 from octavo_offload._src.slab import Slab
 
 BLOCK_BYTES: Final = 1 << 20
-GOALS: Final = {f"tier_{name}_fraction": 0.8 for name in ("host", "disk", "remote_ucx")}
+GOALS: Final = {f"tier_{name}_fraction": 0.8 for name in ("host", "disk", "remote_ucx", "remote_mooncake")}
 
 
 def _seconds(run: Callable[[], None]) -> float:
@@ -122,10 +122,11 @@ def run(report: Report, folder: Path, *, quick: bool) -> None:
     report.add("checksum", BLOCK_BYTES / timing.median_us / 1e3, "GB/s", timing.n, "one thread, in cache")
     jobs.close()
     _measure_remote(report, _Blocks(16), rounds)
-    if nixl.name() and not quick:
-        _measure_ucx(report, _Blocks(16), rounds)
+    for name, way in transports.ONE_SIDED.items() if not quick else ():
+        if way.is_here():
+            _measure_one_sided(report, name, _Blocks(16), rounds)
     _measure_disk(report, folder, blocks, rounds)
-    if shutil.which("fio") and not quick:
+    if not quick:
         _measure_fio(report, folder)
 
 
@@ -159,25 +160,24 @@ def _measure_remote(report: Report, blocks: _Blocks, rounds: int) -> None:
     node.stop(0.0)
 
 
-_UCX_STORE: Final = """
+_STORE: Final = """
 import sys
 from octavo_offload.node import Blocks, Node
-from octavo_offload._src.remote.ucx import ReadableMemory
-blocks = Blocks(int(sys.argv[1]))
-node = Node("127.0.0.1:0", blocks, b"bench" * 8, readable=ReadableMemory(blocks.slab.whole, blocks.is_leased))
+from octavo_offload._src.remote.serve import readable
+blocks = Blocks(int(sys.argv[2]))
+node = Node("127.0.0.1:0", blocks, b"bench" * 8, readable=readable(blocks, sys.argv[1], None, "127.0.0.1"))
 node.start()
 print(node.address, flush=True)
 sys.stdin.read()
 """
-_UCX_RAW: Final = """
+_RAW: Final = """
 import os, sys, time
-from octavo_offload._src.remote import messages as m, ucx
+from octavo_offload._src.remote import messages as m, transports
 from octavo_offload._src.remote.peer import Peer
 from octavo_offload._src.remote.shared import SharedSlab
-count, size = int(sys.argv[2]), int(sys.argv[3])
-start = m.Start(sys.argv[1], bytes(32), size, size, count, ["ucx"], 60.0, b"bench" * 8)
-peer = Peer(start)
-remote = ucx.Reader(SharedSlab(count, size)).join(peer.joined.metadata)
+name, address, (count, size) = sys.argv[1], sys.argv[2], map(int, sys.argv[3:])
+peer = Peer(m.Start(address, bytes(32), size, size, count, [name], 60.0, b"bench" * 8))
+remote = transports.reader(name, SharedSlab(count, size)).join(peer.joined.metadata)
 for line in sys.stdin:
     begin = time.perf_counter()
     remote.read([(i * size, i) for i in range(count)], size, 60.0)
@@ -186,16 +186,16 @@ os._exit(0)
 """
 
 
-def _measure_ucx(report: Report, blocks: _Blocks, rounds: int) -> None:
-    """A store and an agent in processes of their own, over what UCX chooses, beside the same reads by NIXL without lease, pipe, copy and checksum."""
-    with _child(_UCX_STORE, str(8 * blocks.count * BLOCK_BYTES)) as store:
+def _measure_one_sided(report: Report, name: str, blocks: _Blocks, rounds: int) -> None:
+    """A store and an agent in processes of their own, over what the library chooses, beside its own reads without lease, pipe, copy and checksum."""
+    with _child(_STORE, name, str(8 * blocks.count * BLOCK_BYTES)) as store:
         address = _line(store)
         config = RemoteConfig(
             target=address, secret=b"bench" * 8, window_bytes=blocks.count * BLOCK_BYTES, deadline_s=60.0, join_s=60.0
         )
         tier = RemoteTier(config, BLOCK_BYTES, bytes(32))
         _wait(tier, tier.put(blocks.new_keys(), blocks.source))
-        with _child(_UCX_RAW, address, str(blocks.count), str(BLOCK_BYTES)) as reader:
+        with _child(_RAW, name, address, str(blocks.count), str(BLOCK_BYTES)) as reader:
             raw: list[float] = []
 
             def read_raw() -> None:
@@ -206,8 +206,8 @@ def _measure_ucx(report: Report, blocks: _Blocks, rounds: int) -> None:
         told = tier.told.partition(";")[0]
         tier.close()
     size, below_s = blocks.count * BLOCK_BYTES / 1e9, statistics.median(raw[1:])
-    report.add("tier_remote_ucx_read", size / read_s, "GB/s", rounds, f"{told}; below it {size / below_s:.2f}")
-    report.add("tier_remote_ucx_fraction", below_s / read_s, "x", rounds, "of NIXL's own reads")
+    report.add(f"tier_remote_{name}_read", size / read_s, "GB/s", rounds, f"{told}; below it {size / below_s:.2f}")
+    report.add(f"tier_remote_{name}_fraction", below_s / read_s, "x", rounds, "of the library's own reads")
 
 
 @contextlib.contextmanager
@@ -268,7 +268,10 @@ def _open(files: Files, path: Path, blocks: _Blocks) -> Iterator[int]:
 
 
 def _measure_fio(report: Report, folder: Path) -> None:
-    """fio over a file of 64 MiB, 1 MiB at a time, in each of as many threads as the tier has, around the page cache."""
+    """fio over a file of 64 MiB, 1 MiB at a time, in each of as many threads as the tier has, around the page cache; a line where it is not here."""
+    if shutil.which("fio") is None:
+        print("disk_fio_*: left out, fio is not installed")
+        return
     for way in ("write", "read"):
         words = [
             "fio",

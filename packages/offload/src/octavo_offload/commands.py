@@ -20,9 +20,9 @@ class KvStore:
         parser.add_argument("--tls-ca", metavar="FILE", help="certificates that sign those of members (PEM)")
         parser.add_argument(
             "--transport",
-            choices=("grpc", "ucx"),
+            choices=("grpc", "ucx", "mooncake"),
             default="grpc",
-            help="how blocks are read: ucx lets members read memory by NIXL, over RDMA where there is some (see docs/rocev2.md); wants NIXL on both sides",
+            help="how blocks are read: ucx (NIXL) and mooncake (its transfer engine) let members read memory by themselves, over RDMA where there is some (see docs/rocev2.md); both sides want the library",
         )
         parser.add_argument("--member-window", default="64MiB", metavar="SIZE", help="bytes one engine may lease at a time")
         parser.add_argument(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from octavo_offload._src import nixl
+from octavo_offload._src.remote import mooncake
 
 _LEAST_MTU: Final = 4200
 """Of the network device, for an RDMA path MTU of 4096 bytes and its headers."""
@@ -156,7 +157,7 @@ def report(root: Path = Path("/"), *, allow_tcp: bool = False) -> list[Fact]:
             Fact("link", allow_tcp, "no RDMA device in /sys/class/infiniband" + ("" if allow_tcp else "; --allow-tcp does without"))
         )
     verbs, memlock = (fact._replace(is_good=fact.is_good or allow_tcp) for fact in (_verbs(root), _memlock()))
-    facts += [verbs, _kernel(), memlock, _hugepages(root), _shm(root), _nixl()]
+    facts += [verbs, _kernel(), memlock, _hugepages(root), _shm(root), _nixl(), _mooncake()]
     facts.append(_transport(any(port.is_active for port in links), allow_tcp=allow_tcp))
     return facts
 
@@ -237,3 +238,10 @@ def _nixl() -> Fact:
     module = nixl.name()
     told = f"{module} is installed" if module else f"not installed, and not needed; for io_uring and RDMA: {nixl.INSTALL}"
     return Fact("nixl", True, told)
+
+
+def _mooncake() -> Fact:
+    told = (
+        "its transfer engine is installed" if mooncake.is_here() else f"not installed, and not needed; for RDMA: {mooncake.INSTALL}"
+    )
+    return Fact("mooncake", True, told)

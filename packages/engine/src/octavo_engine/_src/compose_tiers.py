@@ -21,7 +21,7 @@ from octavo_engine._src.runner import ModelRunner
 from octavo_engine._src.weights import Loaded
 from octavo_engine.config import EngineConfig
 from octavo_models.checkpoints import Checkpoint
-from octavo_offload import RemoteConfig, TieredStore, content_digest, open_tiers, read_key, read_tls
+from octavo_offload import Files, RemoteConfig, TieredStore, content_digest, gds_files, open_tiers, read_key, read_tls
 
 Table = list[tuple[str, str, str]]
 
@@ -59,6 +59,7 @@ def build_tiers(
             identity=root(b""),
             lock=not on_cpu,
             policy=tiers.host_policy,
+            files=_files(tiers),
         )
     except OSError as error:
         raise ConfigError(f"--kv-offload: the tiers cannot be opened: {error}; choose another folder or size") from None
@@ -85,6 +86,18 @@ def _told(store: TieredStore, tiers: kv_offload_config.Tiers, block_bytes: int) 
     if tiers.remote:
         lines.append(("KV remote tier", tiers.remote, store.lower[-1].told))
     return lines
+
+
+def _files(tiers: kv_offload_config.Tiers) -> Files | None:
+    """The way to the disk that was asked for; None: the best that works."""
+    if tiers.disk is None or tiers.disk_way == "auto":
+        return None
+    try:
+        return gds_files(tiers.disk[0])
+    except OSError as error:
+        raise ConfigError(
+            f"--kv-offload disk=...:gds_mt does not work here: {error.strerror or error}; without :gds_mt the disk is reached by what works"
+        ) from None
 
 
 def _remote(config: EngineConfig, target: str) -> RemoteConfig | None:

@@ -22,6 +22,7 @@ class Tiers:
         host_bytes: Of host memory; 0: no tier there.
         host_policy: Which of its blocks goes first, `lru` or `arc`.
         disk: Folder and byte budget.
+        disk_way: How it is reached: `auto`, the best that works, or `gds_mt`, GPUDirect Storage.
         remote: Host and port of a KV store.
     """
 
@@ -29,6 +30,7 @@ class Tiers:
     disk: tuple[Path, int] | None = None
     remote: str = ""
     host_policy: Literal["lru", "arc"] = "lru"
+    disk_way: Literal["auto", "gds_mt"] = "auto"
 
     @property
     def is_wanted(self) -> bool:
@@ -46,6 +48,7 @@ def parse(text: str | None, cpu_offload_gb: float = 0.0) -> Tiers:
         raise ConfigError(f"--cpu-offload-gb is a size in GiB of at least 0, got {cpu_offload_gb:g}")
     host_bytes, disk, remote = int(cpu_offload_gb * 2**30), None, ""
     policy: Literal["lru", "arc"] = "lru"
+    way: Literal["auto", "gds_mt"] = "auto"
     seen: set[str] = set()
     for part in filter(None, (text or "").split(",")):
         name, _, value = part.strip().partition("=")
@@ -57,14 +60,14 @@ def parse(text: str | None, cpu_offload_gb: float = 0.0) -> Tiers:
                 raise ConfigError(f"{FLAG} host= and --cpu-offload-gb both say how large the host tier is; give one of them")
             host_bytes, policy = _host(value, part)
         elif name == "disk":
-            disk = _disk(value, part)
+            disk, way = _disk(value, part)
         elif name == "remote":
             remote = _remote(value, part)
         else:
             raise ConfigError(
-                f"{FLAG} knows host=SIZE[:lru|:arc], disk=PATH:SIZE and remote=HOST:PORT, such as host=4GiB,disk=/nvme/kv:50GiB; got '{part}'"
+                f"{FLAG} knows host=SIZE[:lru|:arc], disk=PATH:SIZE[:gds_mt] and remote=HOST:PORT, such as host=4GiB,disk=/nvme/kv:50GiB; got '{part}'"
             )
-    return Tiers(host_bytes, disk, remote, policy)
+    return Tiers(host_bytes, disk, remote, policy, way)
 
 
 def _host(value: str, part: str) -> tuple[int, Literal["lru", "arc"]]:
@@ -97,11 +100,12 @@ def check_store(tiers: Tiers, key_file: str | None, tls: str | None) -> None:
         raise ConfigError(f"--kv-store-tls is three files CERT,KEY,CA, got '{tls}'")
 
 
-def _disk(value: str, part: str) -> tuple[Path, int]:
-    path, colon, size = value.rpartition(":")
+def _disk(value: str, part: str) -> tuple[tuple[Path, int], Literal["auto", "gds_mt"]]:
+    rest = value.removesuffix(":gds_mt")
+    path, colon, size = rest.rpartition(":")
     if not colon or not path:
         raise ConfigError(f"{FLAG} disk= is a folder and a size such as disk=/nvme/kv:50GiB, got '{part}'")
-    return Path(path).expanduser(), _size(size, part)
+    return (Path(path).expanduser(), _size(size, part)), "auto" if rest == value else "gds_mt"
 
 
 def _size(text: str, part: str) -> int:

@@ -1,4 +1,4 @@
-"""Reads and writes of a disk by NIXL's POSIX plugin: io_uring, or libaio where the system forbids that.
+"""Reads and writes of a disk by NIXL: its POSIX plugin with io_uring, or libaio where the system forbids that; GPUDirect Storage where it is asked for.
 
 Who owns what: a worker is an agent with memory and files of its own registration, lent to one call at a time; nothing of NIXL is ever
 used by two threads at once. A call waits for its transfer to end, whatever that takes, as `preadv` does: a buffer is never given back
@@ -24,8 +24,10 @@ from octavo_offload._src import nixl
 from octavo_offload._src.files import Files, ThreadFiles
 from octavo_offload._src.slab import PAGE, address
 
-Mode = Literal["io_uring", "libaio"]
+Mode = Literal["io_uring", "libaio", "gds_mt"]
 _FLAGS: Final = {"io_uring": "use_uring", "libaio": "use_aio"}
+_GDS: Final = "GDS_MT"
+_GPU: Final = Path("/dev/nvidiactl")
 _WORKERS: Final = 8
 _EAGER_POLLS: Final = 4
 _PAUSE_S: Final = 5e-5
@@ -51,7 +53,8 @@ class NixlFiles:
         self._workers: queue.LifoQueue[_Worker] = queue.LifoQueue()
         self._num_workers = 1
         self._workers.put(_Worker(mode, 0))
-        self.told = f"NIXL POSIX with {mode}, {'O_DIRECT' if self._inner.is_direct else 'through the page cache: no O_DIRECT here'}"
+        plugin = f"NIXL {_GDS}" if mode == "gds_mt" else f"NIXL POSIX with {mode}"
+        self.told = f"{plugin}, {'O_DIRECT' if self._inner.is_direct else 'through the page cache: no O_DIRECT here'}"
         self._try(folder)
 
     def _try(self, folder: Path) -> None:
@@ -141,7 +144,9 @@ class _Worker:
     def __init__(self, mode: Mode, number: int) -> None:
         self._name = f"octavo-files-{number}"
         self._agent = nixl.agent(self._name)
-        self._call(self._agent.create_backend, "POSIX", {flag: str(flag == _FLAGS[mode]).lower() for flag in _FLAGS.values()})
+        self._plugin = _GDS if mode == "gds_mt" else "POSIX"
+        flags = {} if mode == "gds_mt" else {flag: str(flag == _FLAGS[mode]).lower() for flag in _FLAGS.values()}
+        self._call(self._agent.create_backend, self._plugin, flags)
         self._files: dict[int, tuple[int, Any]] = {}
         self._memory: set[tuple[int, int]] = set()
         self._bounce = memoryview(b"")
@@ -154,13 +159,13 @@ class _Worker:
             raise OSError(errno.EIO, nixl.why(error)) from None
 
     def _register(self, where: tuple[int, int, int, str], kind: str) -> Any:
-        return self._call(self._agent.register_memory, [where], kind, backends=["POSIX"])
+        return self._call(self._agent.register_memory, [where], kind, backends=[self._plugin])
 
     def see_file(self, fd: int, opened: int, size: int) -> None:
         """Know a file; a descriptor may have been another's before."""
         known = self._files.get(fd)
         if known is not None and known[0] != opened:
-            self._call(self._agent.deregister_memory, self._files.pop(fd)[1], backends=["POSIX"])
+            self._call(self._agent.deregister_memory, self._files.pop(fd)[1], backends=[self._plugin])
             known = None
         if known is None:
             self._files[fd] = opened, self._register((0, size, fd, ""), "FILE")
@@ -236,3 +241,21 @@ def choose_files(folder: Path) -> Files:
     files = ThreadFiles(folder)
     files.told += f" ({'; '.join(failed)})"
     return files
+
+
+def gds_files(folder: Path) -> Files:
+    """A disk by GPUDirect Storage, for who asks for it: NIXL's plugin `GDS_MT`, over cuFile. Two blocks are written and compared first.
+
+    Raises:
+        OSError: There is no GPU, or the plugin or a library it wants is not here; the message says which.
+    """
+    if not _GPU.exists():
+        raise OSError(errno.ENODEV, f"no NVIDIA GPU is seen: {_GPU} is not there")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        return NixlFiles(folder, "gds_mt")
+    except nixl.NoNixl:
+        raise
+    except OSError as error:
+        hint = "it wants CUDA's libcufile.so.0 and libcudart.so.12 where the loader finds them"
+        raise OSError(error.errno, f"NIXL's plugin {_GDS} does not work: {error.strerror or error}; {hint}") from None

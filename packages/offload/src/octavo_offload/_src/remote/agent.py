@@ -20,8 +20,10 @@ from typing import Final
 import msgspec
 
 from octavo_offload._src.remote import messages as m
-from octavo_offload._src.remote import ucx
-from octavo_offload._src.remote.peer import Peer, PeerError
+from octavo_offload._src.remote import transports
+from octavo_offload._src.remote.errors import PeerError
+from octavo_offload._src.remote.onesided import LateError, Reader
+from octavo_offload._src.remote.peer import Peer
 from octavo_offload._src.remote.shared import Pipe, SharedSlab
 
 BEAT_S: Final = 0.2
@@ -54,8 +56,8 @@ class Agent:
         self._dropped = threading.Event()
         self._batch = max(1, BATCH_BYTES // start.block_bytes)
         self._transports = list(start.transports)
-        self._reader: ucx.Reader | None = None
-        self._late: list[tuple[ucx.LateError, list[m.Work]]] = []
+        self._readers: dict[str, Reader] = {}
+        self._late: list[tuple[LateError, list[m.Work]]] = []
 
     def run(self) -> None:
         """Serve until the engine is gone."""
@@ -104,21 +106,22 @@ class Agent:
             self._send(m.Peer(False, why))
 
     def _join(self) -> Peer:
-        """Join, and be able to read as was settled; where UCX does not work here, by gRPC from then on."""
+        """Join, and be able to read as was settled, or by gRPC; a library that does not work here is not tried again."""
         peer = Peer(msgspec.structs.replace(self._start, transports=self._transports))
-        peer.told = peer.joined.transport
-        if peer.joined.transport != ucx.TRANSPORT:
+        name = peer.told = peer.joined.transport
+        if name not in transports.ONE_SIDED:
             return peer
         try:
-            self._reader = self._reader or ucx.Reader(self._slab)
-            peer.remote = self._reader.join(peer.joined.metadata)
-            peer.told = ucx.told()
+            reader = self._readers[name] = self._readers.get(name) or transports.reader(name, self._slab)
+            peer.remote = reader.join(peer.joined.metadata)
+            peer.told = reader.told
             return peer
         except (OSError, PeerError) as error:
             peer.leave()
-            self._transports = ["grpc"]
-            peer = Peer(msgspec.structs.replace(self._start, transports=self._transports))
-            peer.told = f"grpc ({error})"
+            if isinstance(error, OSError):
+                self._transports.remove(name)
+            peer = Peer(msgspec.structs.replace(self._start, transports=[transports.GRPC]))
+            peer.told = f"{transports.GRPC} ({error})"
             return peer
 
     def _beat_on(self, peer: Peer, cursor: int) -> str:
@@ -164,7 +167,7 @@ class Agent:
                     self._read(peer, leased, batch)
                     seals = [None if entry is None else entry.seal for entry in leased.entries]
                     self._failures = 0
-            except ucx.LateError as error:  # the slots are in quarantine, and so is the lease: it ends with its time
+            except LateError as error:  # the slots are in quarantine, and so is the lease: it ends with its time
                 self._failed()
                 with self._lock:
                     self._late.append((error, batch))

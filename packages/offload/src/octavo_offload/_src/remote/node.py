@@ -39,8 +39,9 @@ M = TypeVar("M")
 
 @runtime_checkable
 class Readable(Protocol):
-    """Memory that members may read without the store taking part. `metadata` says how."""
+    """Memory that members may read without the store taking part, by `transport`. `metadata` says how."""
 
+    transport: str
     metadata: bytes
 
 
@@ -84,7 +85,7 @@ class Node:
         if not secret and tls is None:
             raise ConfigError("a KV store wants --key-file or --tls-cert, --tls-key and --tls-ca: it serves nobody it cannot tell")
         self.blocks, self._readable = blocks, readable
-        self.transports = ("ucx", "grpc") if readable is not None else ("grpc",)
+        self.transports = (readable.transport, "grpc") if readable is not None else ("grpc",)
         self.incarnation = os.urandom(8)
         self._secret, self._nonces = secret, auth.Nonces()
         self._members: dict[int, _Member] = {}

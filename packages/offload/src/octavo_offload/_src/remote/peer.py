@@ -15,6 +15,7 @@ import msgspec
 
 from octavo_offload._src.remote import auth
 from octavo_offload._src.remote import messages as m
+from octavo_offload._src.remote.errors import PeerError
 
 M = TypeVar("M")
 
@@ -28,14 +29,6 @@ _OPTIONS: Final = [
 _FINAL: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
 
 
-class PeerError(Exception):
-    """The store did not answer, or not as it should."""
-
-    def __init__(self, message: str, *, is_final: bool = False) -> None:
-        super().__init__(message)
-        self.is_final = is_final
-
-
 class Peer:
     """A joined store.
 
@@ -44,7 +37,7 @@ class Peer:
 
     Attributes:
         told: How blocks are read, in words.
-        remote: Reads the store's memory (`ucx.Remote`); None: blocks are asked for by `read`.
+        remote: Reads the store's memory (`onesided.Remote`); None: blocks are asked for by `read`.
 
     Raises:
         PeerError: It cannot be joined.

@@ -9,7 +9,7 @@ import signal
 import threading
 
 from octavo_core.errors import ConfigError
-from octavo_offload._src.remote import ucx
+from octavo_offload._src.remote import mooncake, ucx
 from octavo_offload._src.remote.auth import read_key
 from octavo_offload._src.remote.blocks import Blocks
 from octavo_offload._src.remote.node import Node
@@ -35,14 +35,14 @@ def run(options: argparse.Namespace) -> int:
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--memory {options.memory} cannot be had: {error}") from None
     tls = read_tls(options.tls_cert, options.tls_key, options.tls_ca)
-    readable = _readable(blocks, options.transport, tls)
-    node = Node(options.bind, blocks, secret, tls=tls, readable=readable)
+    shared = readable(blocks, options.transport, tls, host)
+    node = Node(options.bind, blocks, secret, tls=tls, readable=shared)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     node.start()
     print(
-        f"KV store at {node.address}, {blocks.total_bytes / 2**20:.0f} MiB ({blocks.slab.told}), blocks by {ucx.told() if readable else 'grpc'}, "
+        f"KV store at {node.address}, {blocks.total_bytes / 2**20:.0f} MiB ({blocks.slab.told}), blocks by {shared.told if shared else 'grpc'}, "
         f"incarnation {node.incarnation.hex()}",
         flush=True,
     )
@@ -53,17 +53,24 @@ def run(options: argparse.Namespace) -> int:
         f"KV store ends: {count.stored} blocks stored, {count.hits} leased, {count.evicted} evicted, {count.corrupt} corrupt",
         flush=True,
     )
-    if readable is not None:  # UCX was seen to fault at an interpreter's exit
+    if shared is not None:  # such libraries were seen to fault at an interpreter's exit
         os._exit(0)
     return 0
 
 
-def _readable(blocks: Blocks, transport: str, tls: Tls | None) -> ucx.ReadableMemory | None:
+def readable(blocks: Blocks, transport: str, tls: Tls | None, host: str) -> ucx.ReadableMemory | mooncake.ReadableMemory | None:
+    """A store's memory as members may read it; None: they ask for blocks by gRPC.
+
+    Raises:
+        ConfigError: The library is not there or does not work, or what it sends would not be encrypted.
+    """
     if transport == "grpc":
         return None
     if tls is not None:
-        raise ConfigError("--transport ucx sends blocks in clear text, which --tls-cert is against; leave one of them out")
+        raise ConfigError(f"--transport {transport} sends blocks in clear text, which --tls-cert is against; leave one of them out")
     try:
+        if transport == mooncake.TRANSPORT:
+            return mooncake.ReadableMemory(blocks.slab.whole, host)
         return ucx.ReadableMemory(blocks.slab.whole, blocks.is_leased)
     except OSError as error:
-        raise ConfigError(f"--transport ucx does not work here: {error}; --transport grpc needs nothing") from None
+        raise ConfigError(f"--transport {transport} does not work here: {error}; --transport grpc needs nothing") from None

@@ -25,10 +25,10 @@ import numpy as np
 
 from octavo_core.errors import ConfigError
 from octavo_core.tiers import Answer, Capacity, Done
-from octavo_offload._src import nixl
 from octavo_offload._src.checksum import checksum
 from octavo_offload._src.counters import Counters
 from octavo_offload._src.remote import messages as m
+from octavo_offload._src.remote import transports
 from octavo_offload._src.remote.config import Job, RemoteConfig
 from octavo_offload._src.remote.shared import Pipe, SharedSlab
 from octavo_offload._src.tickets import Tickets
@@ -65,7 +65,7 @@ class RemoteTier:
         self.count = Counters()
         self.state, self.told = "off", "not joined yet"
         self._config, self._identity, self._max_pending = config, identity, max_pending
-        self._transports = ["ucx", "grpc"] if config.tls is None and nixl.name() else ["grpc"]  # UCX does not encrypt
+        self._transports = transports.installed(encrypted=config.tls is not None)
         self._lock = threading.Lock()
         self._slab = SharedSlab(2 * max(2, config.window_bytes // max(block_bytes, 1)), block_bytes)
         half = self._slab.num_slots // 2

@@ -1,10 +1,4 @@
-"""One-sided reads by NIXL and UCX: a member reads leased blocks out of a store's memory, which does not take part. Touches the network.
-
-Only the receiver moves bytes, when it wants them: what is not under lease is not read, and windows bound what is. The store tells
-where its memory is at `Join`, over the control plane; UCX itself knows no keys and encrypts nothing.
-
-A transfer that is late cannot be called back. It raises `LateError`, and until `LateError.has_ended` nobody may use the slots again.
-"""
+"""One-sided reads by NIXL and UCX. Touches the network; UCX knows no keys and encrypts nothing."""
 
 from __future__ import annotations
 
@@ -18,46 +12,26 @@ from typing import Any, Final
 import msgspec
 
 from octavo_offload._src import nixl
-from octavo_offload._src.remote.peer import PeerError
+from octavo_offload._src.remote.errors import PeerError
+from octavo_offload._src.remote.onesided import PENDING, Remote, Where
 from octavo_offload._src.remote.shared import SharedSlab
 from octavo_offload._src.slab import address
 
 _LOG = logging.getLogger(__name__)
 
 TRANSPORT: Final = "ucx"
-_EAGER_S: Final = 2e-4
-_PAUSE_S: Final = 1e-4
 _ANSWER_S: Final = 2e-5
 _IDLE_S: Final = 2e-3
 _MODE: Final = {"ucx_error_handling_mode": "peer"}
 """So that a peer that is gone is an error and not silence."""
 
 
-class Where(msgspec.Struct, array_like=True, frozen=True):
-    """A store's memory: where it begins, how large it is, and what NIXL must know to read it."""
-
-    start: int
-    size: int
-    agent: bytes
+def is_here() -> bool:
+    """Whether the library is installed; it is not loaded for that."""
+    return nixl.name() is not None
 
 
-class LateError(PeerError):
-    """A transfer has not ended by its deadline. `has_ended` says when nobody writes any more."""
-
-    def __init__(self, message: str, transfer: _Transfer) -> None:
-        super().__init__(message)
-        self._transfer = transfer
-
-    def has_ended(self) -> bool:
-        """Whether the slots may be used again. Once it has, do not ask any more."""
-        if self._transfer.poll() == "PROC":
-            return False
-        self._transfer.end()
-        return True
-
-
-def told() -> str:
-    """How UCX was told to travel, in words."""
+def _told() -> str:
     return f"ucx over {os.environ.get('UCX_TLS') or 'what UCX chooses (UCX_TLS is not set)'}"
 
 
@@ -80,13 +54,18 @@ class ReadableMemory:
         is_leased: Whether anybody may be reading.
 
     Attributes:
+        transport: Its name.
         metadata: What members must know.
+        told: How it works, in words.
 
     Raises:
         OSError: NIXL or UCX does not work here.
     """
 
+    transport = TRANSPORT
+
     def __init__(self, memory: memoryview, is_leased: Callable[[], bool]) -> None:
+        self.told = _told()
         self._is_leased = is_leased
         self._agent = _agent(f"octavo-store-{os.urandom(8).hex()}")
         try:
@@ -111,15 +90,18 @@ class Reader:
     Args:
         slab: Of the slots.
 
+    Attributes:
+        told: How it works, in words.
+
     Raises:
         OSError: NIXL or UCX does not work here.
     """
 
     def __init__(self, slab: SharedSlab) -> None:
+        self.told = _told()
         self._slab = slab
-        self._name = f"octavo-member-{os.urandom(8).hex()}"
         self._lock = threading.Lock()
-        self._agent = _agent(self._name)
+        self._agent = _agent(f"octavo-member-{os.urandom(8).hex()}")
         try:
             self._agent.register_memory([(address(slab.whole), len(slab.whole), 0, "")], "DRAM", backends=["UCX"])
         except Exception as error:
@@ -139,13 +121,13 @@ class Reader:
                 self._agent.make_connection(name, backends=["UCX"])
         except Exception as error:
             raise PeerError(f"the store cannot be reached by UCX: {nixl.why(error)}") from None
-        return Remote(self, name, where)
+        return Remote(_Link(self, name), self._slab, where)
 
-    def begin(self, remote: str, near: Sequence[tuple[int, int, int]], far: Sequence[tuple[int, int, int]]) -> _Transfer:
+    def begin(self, remote: str, near: Sequence[int], far: Sequence[int], size: int) -> _Transfer:
         """Begin to read."""
         with self._lock:
             agent = self._agent
-            mine, theirs = agent.get_xfer_descs(list(near), "DRAM"), agent.get_xfer_descs(list(far), "DRAM")
+            mine, theirs = (agent.get_xfer_descs([(at, size, 0) for at in places], "DRAM") for places in (near, far))
             transfer = _Transfer(self, agent.initialize_xfer("READ", mine, theirs, remote))
             transfer.state = agent.transfer(transfer.handle)
         return transfer
@@ -153,7 +135,7 @@ class Reader:
     def poll(self, transfer: _Transfer) -> str:
         """How a transfer stands; a transfer that failed has ended too."""
         with self._lock:
-            if transfer.state == "PROC":
+            if transfer.state == PENDING:
                 try:
                     transfer.state = self._agent.check_xfer_state(transfer.handle)
                 except Exception as error:
@@ -165,10 +147,6 @@ class Reader:
         with self._lock:
             transfer.handle.release()
 
-    def slot(self, index: int, size: int) -> tuple[int, int, int]:
-        """Where a slot is."""
-        return address(self._slab.slot(index)), size, 0
-
     def forget(self, remote: str) -> None:
         """A store is gone."""
         with self._lock:
@@ -178,55 +156,29 @@ class Reader:
                 return
 
 
+class _Link:
+    """A store, by the name NIXL gave it."""
+
+    name = "UCX"
+
+    def __init__(self, reader: Reader, remote: str) -> None:
+        self._reader, self._remote = reader, remote
+
+    def begin(self, near: Sequence[int], far: Sequence[int], size: int) -> _Transfer:
+        return self._reader.begin(self._remote, near, far, size)
+
+    def close(self) -> None:
+        self._reader.forget(self._remote)
+
+
 class _Transfer:
     """One read of several blocks."""
 
     def __init__(self, reader: Reader, handle: Any) -> None:
-        self._reader, self.handle, self.state = reader, handle, "PROC"
+        self._reader, self.handle, self.state = reader, handle, PENDING
 
     def poll(self) -> str:
-        """`PROC`, `DONE`, or why it failed."""
         return self._reader.poll(self)
 
     def end(self) -> None:
-        """Give its handle back."""
         self._reader.release(self)
-
-
-class Remote:
-    """A store that was joined. Made by `Reader.join`."""
-
-    def __init__(self, reader: Reader, name: str, where: Where) -> None:
-        self._reader, self._name, self._where = reader, name, where
-
-    def read(self, blocks: Sequence[tuple[int, int]], size: int, deadline_s: float) -> None:
-        """Read blocks of `size` bytes, each from a place in the store's memory into a slot.
-
-        Raises:
-            PeerError: It failed, or a place is outside the store's memory; nobody writes into the slots any more.
-            LateError: It has not ended.
-        """
-        where, end_s = self._where, time.monotonic() + deadline_s
-        if any(place < 0 or place + size > where.size for place, _ in blocks):
-            raise PeerError("the store named a place outside its memory")
-        near = [self._reader.slot(slot, size) for _, slot in blocks]
-        far = [(where.start + place, size, 0) for place, _ in blocks]
-        try:
-            transfer = self._reader.begin(self._name, near, far)
-        except Exception as error:
-            raise PeerError(f"a read by UCX could not begin: {nixl.why(error)}") from None
-        started_s = time.monotonic()
-        while transfer.poll() == "PROC":
-            now_s = time.monotonic()
-            if now_s > end_s:
-                raise LateError(f"a read by UCX has not ended after {deadline_s:.1f} s", transfer)
-            if now_s > started_s + _EAGER_S:
-                time.sleep(_PAUSE_S)
-        state = transfer.poll()
-        transfer.end()
-        if state != "DONE":
-            raise PeerError(f"a read by UCX failed: {state}")
-
-    def close(self) -> None:
-        """No longer needed."""
-        self._reader.forget(self._name)
