@@ -1,5 +1,5 @@
 """What takes longer than a change may wait for: slow tests, each package's tests with it alone and on a second Python, property tests
-with fresh seeds for as long as is given, and acceptance.
+with fresh seeds for as long as is given, RDMA in a virtual machine, and acceptance.
 
 Acceptance needs material from outside the tree (`OCTAVO_SHARED`) and starts a real server; without the material it is skipped.
 """
@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from octavo_tools import kernels_sanitized, second_python, wheels
+from octavo_tools import kernels_sanitized, rdma, second_python, wheels
 from octavo_tools.environments import SKIPPED
 from octavo_tools.soak import soak
 from octavo_tools.workspace import ROOT
@@ -42,12 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     verdicts = [long_tests(), wheels.main(["--isolated"]), second_python.main(["--", "-q"]), search(args.minutes * 60)]
     verdicts.append(kernels_sanitized.main(["--seed", time.strftime("%Y%m%d")]))
+    verdicts.append(rdma.main([]))
     if args.cases:
         verdicts.append(fuzz_api(args.cases))
     if args.soak_minutes:
         verdicts.append(soak(args.soak_minutes * 60, seed=int(time.strftime("%Y%m%d"))))
     if not args.skip_acceptance:
         verdicts += [accept(api_key=None), accept(api_key="octavo-nightly")]
+    if skipped := verdicts.count(SKIPPED):
+        print(f"{skipped} of {len(verdicts)} parts could not be tried; each says why above")
     return 1 if any(status not in (0, SKIPPED) for status in verdicts) else 0
 
 
