@@ -39,7 +39,10 @@ PROGRAMS: Final = {
     "apt-get": "apt",
     "dpkg-deb": "dpkg",
 }
-IMPORTS: Final = "import octavo_core.testing.tiers, octavo_offload.fabric, octavo_offload._src.remote.agent, octavo_offload.node"
+IMPORTS: Final = (
+    "import octavo_core.testing.tiers, octavo_engine.config, octavo_server.cli, "
+    "octavo_offload.fabric, octavo_offload._src.remote.agent, octavo_offload._src.remote.serve, octavo_offload.node"
+)
 """Compiled here, once: an emulated processor would take minutes."""
 LIMIT_S: Final = 2_400.0
 
