@@ -38,10 +38,11 @@ _SHARE: Final = 3e-6
 
 def chunk_limit(num_decodes: Int32[Array, ""], config: SchedulerConfig) -> Int32[Array, ""]:
     """`C_chunk`: most prompt tokens of one sequence in this step."""
-    size = jnp.int32(config.chunk_tokens)
+    budget, chunk = jnp.int32(config.token_budget), jnp.int32(config.chunk_size)
+    size = most = jnp.minimum(jnp.where(chunk == 0, budget, chunk), budget)
     if config.chunk_policy == "adaptive":
         for above, tokens in STEPS:
-            size = jnp.where(num_decodes > above, min(tokens, config.chunk_tokens), size)
+            size = jnp.where(num_decodes > above, jnp.minimum(tokens, most), size)
     return size
 
 
@@ -64,7 +65,8 @@ def available(
     base_s, decode_s, token_s = solve(costs)
     idle_s = base_s + decode_s * num_decodes
     crowd = jnp.clip((num_prompts - 1) / jnp.maximum(num_decodes, 1), 0, 1)
-    target_s = config.target_itl_ms / 1e3 if config.target_itl_ms else (DECODE_STEPS + CROWD_STEPS * crowd) * idle_s
+    own_s = (DECODE_STEPS + CROWD_STEPS * crowd) * idle_s
+    target_s = jnp.where(config.target_itl_ms == 0, own_s, jnp.float32(config.target_itl_ms) / 1e3)
     least = max(block_size // LEAST, 1)
     fits = jnp.clip((target_s - idle_s) / jnp.maximum(token_s, 1e-9), least, config.token_budget).astype(jnp.int32)
     if config.step_sizes:

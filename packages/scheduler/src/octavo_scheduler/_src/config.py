@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from octavo_core.config import option
 from octavo_core.errors import ConfigError
@@ -11,6 +13,16 @@ from octavo_core.errors import ConfigError
 GROUP: Final = "scheduling"
 POLICIES: Final = ("fcfs", "priority", "lpm", "fair", "edf")
 CHUNK_POLICIES: Final = ("fixed", "adaptive", "slo")
+KNOBS: Final = (
+    "token_budget",
+    "chunk_size",
+    "target_itl_ms",
+    "tenant_weights",
+    "fair_quantum",
+    "max_overtakes",
+    "watermark_blocks",
+)
+"""Settings that decide no shape: in a simulation they are values of the program, so that a sweep of them compiles once."""
 RESERVATIONS: Final = ("none", "optimistic", "guaranteed")
 LEAST: Final = {"max_num_seqs": 1, "token_budget": 1, "max_arrivals": 1, "fair_quantum": 1, "max_overtakes": 1}
 """Bounds of the settings that may not be 0; all other numbers may."""
@@ -88,3 +100,15 @@ class SchedulerConfig:
     def chunk_tokens(self) -> int:
         """The chunk size in force: `chunk_size` reconciled with the budget, so that no chunk is larger than a step."""
         return min(self.chunk_size or self.token_budget, self.token_budget)
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """The values of `KNOBS`."""
+        return {name: getattr(self, name) for name in KNOBS}
+
+    def turned(self, knobs: Mapping[str, Any]) -> SchedulerConfig:
+        """The same with values of a program that is being traced for some of its `KNOBS`. Nothing is checked."""
+        config = copy.copy(self)
+        for name, value in knobs.items():
+            object.__setattr__(config, name, value)
+        return config

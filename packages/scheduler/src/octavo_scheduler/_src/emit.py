@@ -32,6 +32,8 @@ class Rows(NamedTuple):
     query_len: Int32[Array, " rows"]
     sample_rows: Int32[Array, " rows"]
     query_start: Int32[Array, " rows_plus_one"]
+    context_len: Int32[Array, " rows"]
+    num_tokens: Int32[Array, ""]
     num_rows: Int32[Array, ""]
     num_single: Int32[Array, ""]
 
@@ -62,16 +64,18 @@ def compact_rows(state: SchedulerState, decision: Decision, num_rows: int) -> Ro
     def pick(field: Array) -> Array:
         return jnp.where(is_row, field[index], jnp.zeros((), field.dtype))
 
-    query_len = pick(decision.query_len)
+    query_len, computed_len = pick(decision.query_len), pick(state.computed_len)
     ends = running_sum(query_len)
     return Rows(
         sequence=sequence,
-        computed_len=pick(state.computed_len),
+        computed_len=computed_len,
         known_len=pick(state.known_len),
         cached_len=pick(state.cached_len),
         query_len=query_len,
         sample_rows=jnp.where(pick(decision.samples), ends - 1, -1),
         query_start=jnp.concatenate([jnp.zeros(1, jnp.int32), ends]),
+        context_len=computed_len + query_len,
+        num_tokens=ends[-1],
         num_rows=count,
         num_single=num_single,
     )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from octavo_scheduler._src.config import SchedulerConfig
+from octavo_scheduler._src.kernel import sorted_again
 from octavo_scheduler._src.state import FREE, WAITING, SchedulerState
 
 DECODE_COST = 2
@@ -34,7 +35,7 @@ def sort_key(state: SchedulerState, config: SchedulerConfig) -> tuple[Int32[Arra
 
 def put_in_order(state: SchedulerState, config: SchedulerConfig) -> SchedulerState:
     """Everybody in policy order."""
-    return state._replace(by_rank=jnp.lexsort(sort_key(state, config)).astype(jnp.int32))
+    return state._replace(by_rank=sorted_again(state.by_rank, sort_key(state, config)))
 
 
 def tenants(state: SchedulerState) -> Int32[Array, " sequences"]:
@@ -64,7 +65,7 @@ def charge(
     """
     fresh = jnp.maximum(state.computed_len + query_len - jnp.maximum(state.computed_len, state.guard_len - 1), 0)
     cost = jnp.where(query_len > 0, fresh, 0) + (DECODE_COST - 1) * samples
-    weights = jnp.array(config.tenant_weights, jnp.int32)
+    weights = jnp.asarray(config.tenant_weights, jnp.int32)
     shares = jnp.arange(weights.size, dtype=jnp.int32)
     tokens = jnp.sum(jnp.where(tenants(state) == shares[:, None], cost, 0), axis=1, dtype=jnp.int32)
     return jnp.minimum(state.served + tokens * 1_000 // weights, _MOST)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Final
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from octavo_scheduler._src import chunks, order
 from octavo_scheduler._src.config import SchedulerConfig
-from octavo_scheduler._src.kernel import inverse, running_sum
+from octavo_scheduler._src.kernel import inverse, running_sum, unless
 from octavo_scheduler._src.state import SchedulerState
 
 LONGEST_GUESS: Final = 4_096
@@ -42,12 +43,29 @@ def query_lens(
     remaining = state.total_len - state.computed_len
     single = state.is_open & (remaining == 1)
     partial = state.is_open & (remaining > 1) & (state.in_flight == 0)
+    all_decode = ~jnp.any(partial) & (jnp.sum(single, dtype=jnp.int32) <= config.token_budget)
+
+    def share() -> Int32[Array, " sequences"]:
+        return _shared_out(state, config, block_size, rank, single, jnp.where(partial, remaining, 0))
+
+    return unless(all_decode, lambda: single.astype(jnp.int32), share)
+
+
+def _shared_out(
+    state: SchedulerState,
+    config: SchedulerConfig,
+    block_size: int,
+    rank: Int32[Array, " sequences"] | None,
+    single: Bool[Array, " sequences"],
+    remaining: Int32[Array, " sequences"],
+) -> Int32[Array, " sequences"]:
+    """The budget shared out among those with one token to go and the `remaining` prompt tokens of others."""
     ranked_single = single[state.by_rank].astype(jnp.int32)
     decode = jnp.where(running_sum(ranked_single) <= config.token_budget, ranked_single, 0)
     num_decodes = jnp.sum(decode, dtype=jnp.int32)
-    want = _wanted_chunks(jnp.where(partial, remaining, 0)[state.by_rank], chunks.chunk_limit(num_decodes, config), config)
+    want = _wanted_chunks(remaining[state.by_rank], chunks.chunk_limit(num_decodes, config), config)
     before = running_sum(want) - want
-    room = chunks.available(num_decodes, state.costs, config, block_size, jnp.sum(partial, dtype=jnp.int32))
+    room = chunks.available(num_decodes, state.costs, config, block_size, jnp.sum(remaining > 0, dtype=jnp.int32))
     ranked = decode + jnp.clip(room - before, 0, want)
     return ranked[inverse(state.by_rank) if rank is None else rank]
 
@@ -112,7 +130,7 @@ def is_served_ahead(state: SchedulerState, first: Int32[Array, ""], config: Sche
 
 def blocks_for(num_tokens: Int32[Array, "..."], block_size: int) -> Int32[Array, "..."]:
     """Blocks that hold so many tokens."""
-    return (num_tokens + block_size - 1) // block_size
+    return lax.div(num_tokens + (block_size - 1), jnp.int32(block_size))
 
 
 def wanted_blocks(state: SchedulerState, config: SchedulerConfig, block_size: int) -> Int32[Array, " sequences"]:

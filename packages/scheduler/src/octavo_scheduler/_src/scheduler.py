@@ -6,7 +6,9 @@ Everything is pure and has fixed shapes: whoever composes the parts jits `step` 
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import jax
@@ -19,7 +21,7 @@ from octavo_core.seams import MatchingCache, PrefixCache
 from octavo_scheduler._src import chunks, order
 from octavo_scheduler._src.config import SchedulerConfig
 from octavo_scheduler._src.emit import Decision, Rows, compact_rows, flatten_tokens
-from octavo_scheduler._src.kernel import inverse, one_kernel
+from octavo_scheduler._src.kernel import inverse, one_kernel, put_one
 from octavo_scheduler._src.policy import (
     blocks_for,
     choose_victim,
@@ -41,6 +43,7 @@ from octavo_scheduler._src.state import (
 )
 
 C = TypeVar("C")
+E = TypeVar("E")
 
 RETRY_STEPS: Final = 16
 """Calls of `arrive` after which a sequence that was refused is tried again although the pool has no more room than then."""
@@ -80,6 +83,12 @@ class ChunkedScheduler(Generic[C]):
         self.config = config
         self.cache = cache
 
+    def turned(self, knobs: Mapping[str, Any]) -> ChunkedScheduler[C]:
+        """The same scheduler with values of a program that is being traced for settings that decide no shape."""
+        scheduler = copy.copy(self)
+        scheduler.config = self.config.turned(knobs)
+        return scheduler
+
     def init(self) -> SchedulerState:
         """No sequences."""
         spec = self.cache.spec
@@ -92,13 +101,8 @@ class ChunkedScheduler(Generic[C]):
         Finished sequences and at most one preempted one give their blocks back at the end of the step, after their full blocks
         were made findable: the device executes in order, so what this step computes may be found by the next.
         """
-        begun = one_kernel(self._begin)(state, result)
-        state = state._replace(tokens=store(state.tokens, begun.positions, result.token_ids), **begun.changed._asdict())
-        cache, _, copies, status = self.cache.grow(cache, self._of_groups(begun.need), begun.rank)
-        ended = one_kernel(self._end)(state, begun, status)
-        cache, block_table = self.cache.commit(cache, state.tokens, ended.findable)
-        cache, events = self.cache.release(cache, ended.leaves)
-        config, rows, decision = self.config, ended.rows, ended.decision
+        state, cache, (ended, rows), (copies, block_table, events) = self._serve(state, cache, result, self._end_in_rows)
+        config, decision = self.config, ended.decision
         flat = one_kernel(functools.partial(flatten_tokens, num_tokens=config.token_budget, block_size=self.cache.spec.block_size))(
             state.tokens, rows, block_table
         )
@@ -107,14 +111,14 @@ class ChunkedScheduler(Generic[C]):
             positions=flat.positions,
             row=flat.row,
             query_start=rows.query_start,
-            context_len=ended.context_len,
+            context_len=rows.context_len,
             block_table=flat.block_table,
             slot_mapping=flat.slot_mapping,
             sample_rows=rows.sample_rows,
             copies=copies,
             sequence=rows.sequence,
             cached_len=rows.cached_len,
-            num_tokens=ended.num_tokens,
+            num_tokens=rows.num_tokens,
             num_rows=rows.num_rows,
             num_single=rows.num_single,
             preempted=decision.preempted,
@@ -123,8 +127,41 @@ class ChunkedScheduler(Generic[C]):
             num_waiting=ended.num_waiting,
             events=events,
         )
+        return state, cache, plan
+
+    def decide(self, state: SchedulerState, cache: C, result: StepResult) -> tuple[SchedulerState, C, Decided]:
+        """`step` without the plan for a device: who computes and samples how much. What a simulation wants of a step."""
+        running_len = state.computed_len
+        state, cache, (ended, _), (_, _, events) = self._serve(state, cache, result, self._end)
+        query_len = ended.decision.query_len
+        return (
+            state,
+            cache,
+            Decided(
+                query_len=query_len,
+                context_len=jnp.where(query_len > 0, running_len + query_len, 0),
+                samples=ended.decision.samples,
+                cached_len=jnp.where(query_len > 0, state.cached_len, 0),
+                preempted=ended.decision.preempted,
+                lost_len=ended.decision.lost_len,
+                num_running=ended.num_running,
+                num_waiting=ended.num_waiting,
+                num_free=events.num_free[0],
+            ),
+        )
+
+    def _serve(
+        self, state: SchedulerState, cache: C, result: StepResult, end: Callable[[SchedulerState, _Begun, Any], tuple[_Ended, E]]
+    ) -> tuple[SchedulerState, C, tuple[_Ended, E], tuple[Any, ...]]:
+        """Everything in a step but what is written out for a device: copies, block table and events are handed on."""
+        begun = one_kernel(self._begin)(state, result)
+        state = state._replace(tokens=store(state.tokens, begun.positions, result.token_ids), **begun.changed._asdict())
+        cache, _, copies, status = self.cache.grow(cache, self._of_groups(begun.need), begun.rank)
+        ended, more = one_kernel(end)(state, begun, status)
+        cache, block_table = self.cache.commit(cache, state.tokens, ended.findable)
+        cache, events = self.cache.release(cache, ended.leaves)
         room = jnp.min(events.num_free + events.num_evictable)
-        return state._replace(room=room, **ended.changed._asdict()), cache, plan
+        return state._replace(room=room, **ended.changed._asdict()), cache, (ended, more), (copies, block_table, events)
 
     def _begin(self, state: SchedulerState, result: StepResult) -> _Begun:
         """Take the result in and share the budget: everything before blocks are asked for."""
@@ -137,7 +174,7 @@ class ChunkedScheduler(Generic[C]):
         changed = _Taken(state.status, state.known_len, state.in_flight, state.costs)
         return _Begun(changed, done, positions, was_running, rank, query_len, jnp.where(query_len > 0, blocks, 0))
 
-    def _end(self, state: SchedulerState, begun: _Begun, status: Int32[Array, " sequences"]) -> _Ended:
+    def _end(self, state: SchedulerState, begun: _Begun, status: Int32[Array, " sequences"]) -> tuple[_Ended, None]:
         """Who gives way, and what holds after the step: everything once blocks were given."""
         decision = self._decide(state, begun, status)
         is_victim = jnp.arange(status.size) == decision.preempted
@@ -153,18 +190,20 @@ class ChunkedScheduler(Generic[C]):
             growth=learn_growth(state, decision.preempted >= 0),
             served=served,
         )
-        rows = compact_rows(state, decision, self.config.max_num_seqs)
-        return _Ended(
+        ended = _Ended(
             changed=changed,
             decision=decision,
-            rows=rows,
             findable=jnp.where(begun.was_running, jnp.minimum(computed_len, state.known_len), 0),
             leaves=begun.done | is_victim,
-            context_len=rows.computed_len + rows.query_len,
-            num_tokens=rows.query_start[-1],
             num_running=jnp.sum(changed.status == RUNNING, dtype=jnp.int32),
             num_waiting=jnp.sum(changed.status == WAITING, dtype=jnp.int32),
         )
+        return ended, None
+
+    def _end_in_rows(self, state: SchedulerState, begun: _Begun, status: Int32[Array, " sequences"]) -> tuple[_Ended, Rows]:
+        """The same, and the rows of the plan."""
+        ended, _ = self._end(state, begun, status)
+        return ended, compact_rows(state, ended.decision, self.config.max_num_seqs)
 
     def arrive(self, state: SchedulerState, cache: C, arrivals: Arrivals) -> tuple[SchedulerState, C]:
         """Take in new sequences, then admit waiting ones in policy order until one does not fit.
@@ -265,16 +304,39 @@ class ChunkedScheduler(Generic[C]):
             self._of_groups(self._kept(state)),
         )
         is_admitted, found = answer.status[0] == OK, answer.cached_len[0]
-        to = jnp.where(is_admitted, first, state.status.size)
         cached_len = jnp.where(state.cached_len[first] < 0, found, state.cached_len[first])
         state = state._replace(
             passed=jnp.where(is_admitted, order.note_overtaken(state, first), state.passed),
-            status=state.status.at[to].set(RUNNING, mode="drop"),
-            found_len=state.found_len.at[to].set(found, mode="drop"),
-            computed_len=state.computed_len.at[to].set(found, mode="drop"),
-            cached_len=state.cached_len.at[to].set(cached_len, mode="drop"),
+            status=put_one(state.status, first, jnp.int32(RUNNING), is_admitted),
+            found_len=put_one(state.found_len, first, found, is_admitted),
+            computed_len=put_one(state.computed_len, first, found, is_admitted),
+            cached_len=put_one(state.cached_len, first, cached_len, is_admitted),
         )
         return _Admission(state, cache, now.num_tried + 1, is_admitted)
+
+
+class Decided(NamedTuple):
+    """What a step does, by sequence; those it leaves out have zeros.
+
+    Attributes:
+        query_len: New tokens.
+        context_len: Tokens of KV after the step.
+        samples: Whether a token is made.
+        cached_len: Tokens that were found at its first admission.
+        preempted: Who was preempted, −1 nobody.
+        lost_len: Tokens whose KV that one lost.
+        num_running, num_waiting, num_free: After the step: sequences, and blocks nobody holds.
+    """
+
+    query_len: Int32[Array, " sequences"]
+    context_len: Int32[Array, " sequences"]
+    samples: Bool[Array, " sequences"]
+    cached_len: Int32[Array, " sequences"]
+    preempted: Int32[Array, ""]
+    lost_len: Int32[Array, ""]
+    num_running: Int32[Array, ""]
+    num_waiting: Int32[Array, ""]
+    num_free: Int32[Array, ""]
 
 
 class _Taken(NamedTuple):
@@ -310,15 +372,12 @@ class _Begun(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """A step once blocks were given: tokens that may be found, who gives its blocks back, and the plan's rows and counts."""
+    """A step once blocks were given: tokens that may be found, who gives its blocks back, and counts."""
 
     changed: _Stepped
     decision: Decision
-    rows: Rows
     findable: Int32[Array, " sequences"]
     leaves: Bool[Array, " sequences"]
-    context_len: Int32[Array, " rows"]
-    num_tokens: Int32[Array, ""]
     num_running: Int32[Array, ""]
     num_waiting: Int32[Array, ""]
 

@@ -17,6 +17,7 @@ from jax import lax
 from octavo_core.seams import PrefixCache
 from octavo_core.specs import CacheSpec
 from octavo_scheduler._src.config import SchedulerConfig
+from octavo_scheduler._src.kernel import turns
 from octavo_scheduler._src.scheduler import ChunkedScheduler
 from octavo_scheduler._src.sim_cost import CostModel
 from octavo_scheduler._src.sim_loop import COMPILER_OPTIONS, Simulator
@@ -69,7 +70,7 @@ class Steady:
         """Scan steps of one configuration; the fastest of some repeats."""
 
         def scan(world: World) -> tuple[World, Any]:
-            return lax.scan(lambda w, _: self._counted(w), world, None, length=steps)
+            return self._scan(world, steps)
 
         return steps / self._fastest(jax.jit(scan, donate_argnums=0, compiler_options=COMPILER_OPTIONS), self.world, repeats)
 
@@ -79,7 +80,7 @@ class Steady:
         Args:
             steps: Of each.
             repeats: The fastest counts.
-            side_by_side: A step of all, then the next (`vmap`), where a branch costs as much as both its sides; otherwise one configuration
+            side_by_side: By `vmap`, where a branch outside a native function costs as much as both its sides; otherwise one configuration
                 after another (`lax.map`).
             configurations: So many.
         """
@@ -87,8 +88,8 @@ class Steady:
 
         def scan(worlds: World) -> tuple[World, Any]:
             if side_by_side:
-                return lax.scan(lambda w, _: jax.vmap(self._counted)(w), worlds, None, length=steps)
-            return lax.map(lambda world: lax.scan(lambda w, _: self._counted(w), world, None, length=steps), worlds)
+                return jax.vmap(lambda world: self._scan(world, steps))(worlds)
+            return lax.map(lambda world: self._scan(world, steps), worlds)
 
         return (
             configurations
@@ -96,9 +97,15 @@ class Steady:
             / self._fastest(jax.jit(scan, donate_argnums=0, compiler_options=COMPILER_OPTIONS), worlds, repeats)
         )
 
-    def _counted(self, world: World) -> tuple[World, Any]:
+    def _scan(self, world: World, steps: int) -> tuple[World, Any]:
+        def run(world: World, requests: Requests) -> tuple[World, Any]:
+            return turns(lambda world: self._counted(world, requests), world, steps)
+
+        return self.simulator._native(run)(world, self.requests)
+
+    def _counted(self, world: World, requests: Requests) -> tuple[World, Any]:
         """A step of scheduler and cache with what the host and the clock do around it; nobody arrives."""
-        world, line = self.simulator.turn.serve(world, self.requests)
+        world, line = self.simulator.turn.serve(world, requests)
         return world, line.num_decodes
 
     def _fastest(self, scan: Any, worlds: World, repeats: int) -> float:

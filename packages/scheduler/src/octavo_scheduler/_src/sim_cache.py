@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Int32, UInt32
 
 from octavo_core.plan import OK, OUT_OF_BLOCKS, Admitted, CacheEvents
 from octavo_core.specs import CacheSpec
+from octavo_scheduler._src.kernel import put_all, running_sum, unless
+from octavo_scheduler._src.policy import blocks_for
 
 
 class CountingState(NamedTuple):
@@ -54,13 +56,12 @@ class CountingCache:
     ) -> tuple[CountingState, Admitted]:
         """Admit entries in order until one does not fit; what earlier ones of this call want is kept for them."""
         block_size = self.spec.block_size
-        asked = jnp.cumsum(jnp.where(sequence >= 0, want[:, 0], 0))
+        asked = running_sum(jnp.where(sequence >= 0, want[:, 0], 0))
         fits = (asked + reserve[0] <= cache.free) | (sequence < 0)
         takes = fits & (sequence >= 0)
         found = jnp.where(takes, jnp.clip(tokens[:, 0], 0, lengths - 1), 0)
-        to = jnp.where(takes, sequence, cache.held.size)
-        blocks = (found + block_size - 1) // block_size
-        cache = CountingState(cache.free - jnp.sum(blocks, dtype=jnp.int32), cache.held.at[to].set(blocks, mode="drop"))
+        blocks = blocks_for(found, block_size)
+        cache = CountingState(cache.free - jnp.sum(blocks, dtype=jnp.int32), put_all(cache.held, (sequence,), blocks, takes))
         return cache, Admitted(found, jnp.where(fits, OK, OUT_OF_BLOCKS).astype(jnp.int32))
 
     def grow(
@@ -70,8 +71,13 @@ class CountingCache:
     ]:
         """Give each what it lacks, in order of rank (a permutation), until somebody lacks more than is left."""
         lack = jnp.maximum(need[:, 0] - cache.held, 0)
-        asked = jnp.cumsum(jnp.zeros_like(lack).at[rank].set(lack))[rank]
-        is_served = (asked <= cache.free) | (lack == 0)
+
+        def in_turn() -> Bool[Array, " sequences"]:
+            everybody = jnp.ones(lack.size, bool)
+            asked = running_sum(put_all(jnp.zeros_like(lack), (rank,), lack, everybody))[rank]
+            return (asked <= cache.free) | (lack == 0)
+
+        is_served = unless(jnp.sum(lack) <= cache.free, lambda: jnp.ones(lack.size, bool), in_turn)
         given = jnp.where(is_served, lack, 0)
         cache = CountingState(cache.free - jnp.sum(given, dtype=jnp.int32), cache.held + given)
         copies = jnp.full((1, lack.size, 2), -1, jnp.int32)

@@ -22,7 +22,7 @@ from octavo_core.errors import ConfigError
 from octavo_scheduler._src.sim_cost import CostModel
 from octavo_scheduler._src.sim_loop import trace_fits
 from octavo_scheduler._src.sim_state import DONE, TICK_S, Requests, World, requests_of
-from octavo_scheduler._src.sim_sweep import Setup, simulator
+from octavo_scheduler._src.sim_sweep import Setup, knobs_of, simulator
 from octavo_scheduler._src.sim_trace import Trace
 
 ROUTES: Final = ("round-robin", "least-loaded", "prefix-hash", "kv-aware")
@@ -288,7 +288,7 @@ class Cluster:
         shared = {i: PartsHeld(tier.tokens // span) for i, tier in enumerate(self.spec.tiers) if tier.is_shared}
         return [
             Replica(
-                world=ready.init(requests, 0),
+                world=ready.init(requests, 0, knobs_of(self.setup)),
                 held=PartsHeld(capacity),
                 tiers=[shared.get(i) or PartsHeld(tier.tokens // span) for i, tier in enumerate(self.spec.tiers)],
                 queue=[],

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int32
 from octavo_core.errors import ConfigError, nearest_name
 from octavo_core.plan import StepPlan
 from octavo_core.records import StepRecord
+from octavo_scheduler._src.scheduler import Decided
 
 TERMS: Final = ("decode", "prefill", "context", "pairs")
 _ROUNDS: Final = 4
@@ -46,18 +47,18 @@ class StepSize(NamedTuple):
     rows: Any
 
 
-def size_of(plan: StepPlan) -> StepSize:
+def size_of(step: StepPlan | Decided) -> StepSize:
     """What is in a planned step; traceable."""
-    query = jnp.diff(plan.query_start).astype(jnp.float32)
-    context = plan.context_len.astype(jnp.float32)
-    pairs = jnp.where(query > 1, query * (context - 0.5 * (query - 1)), 0.0)
+    query_len = jnp.diff(step.query_start) if isinstance(step, StepPlan) else step.query_len
+    query, context = query_len.astype(jnp.float32), step.context_len.astype(jnp.float32)
+    tokens, decode = jnp.sum(query_len, dtype=jnp.int32), jnp.sum(query_len == 1, dtype=jnp.int32)
     return StepSize(
-        decode=plan.num_single,
-        prefill=plan.num_tokens - plan.num_single,
+        decode=decode,
+        prefill=tokens - decode,
         context=jnp.sum(context),
-        pairs=jnp.sum(pairs),
-        tokens=plan.num_tokens,
-        rows=plan.num_rows,
+        pairs=jnp.sum(jnp.where(query > 1, query * (context - 0.5 * (query - 1)), 0.0)),
+        tokens=tokens,
+        rows=jnp.sum(query_len > 0, dtype=jnp.int32),
     )
 
 

@@ -95,6 +95,24 @@ class Books(NamedTuple):
     preemptions: Int32[Array, " requests"]
 
 
+class Serving(NamedTuple):
+    """What became so far of the request at each index; it goes to the `Books` when the request ends.
+
+    Attributes:
+        output_len: Tokens it is to make.
+        started, first, last, gap, made, cached, preemptions: As in `Books`.
+    """
+
+    output_len: Int32[Array, " sequences"]
+    started: Int32[Array, " sequences"]
+    first: Int32[Array, " sequences"]
+    last: Int32[Array, " sequences"]
+    gap: Int32[Array, " sequences"]
+    made: Int32[Array, " sequences"]
+    cached: Int32[Array, " sequences"]
+    preemptions: Int32[Array, " sequences"]
+
+
 class World(NamedTuple):
     """Everything that a step of the simulation changes.
 
@@ -107,7 +125,9 @@ class World(NamedTuple):
         num_offered, cursor: Requests in the queue, and how many of them were taken or refused.
         num_waiting: As the newest plan said.
         now: Clock, in ticks, and what is left of a tick.
-        books: What became of requests.
+        knobs: Settings of the scheduler that are values of the program, by name.
+        serving: What becomes of the requests that have an index.
+        books: What became of requests; of those that have not ended, as of the end of the program that ran last.
     """
 
     scheduler: Any
@@ -121,6 +141,8 @@ class World(NamedTuple):
     num_waiting: Int32[Array, ""]
     now: Int32[Array, ""]
     rest: Float32[Array, ""]
+    knobs: dict[str, Int32[Array, "..."]]
+    serving: Serving
     books: Books
 
 
@@ -151,14 +173,27 @@ class StepLine(NamedTuple):
     lost: Int32[Array, "*steps"]
 
 
+_NEW: Final = {"started": -1, "first": -1, "last": -1}
+
+
 def empty_books(count: int) -> Books:
     """Nothing happened yet."""
 
     def all_of(value: int) -> Int32[Array, " requests"]:
         return jnp.full(count, value, jnp.int32)
 
-    unknown = {"started": all_of(-1), "first": all_of(-1), "last": all_of(-1)}
-    return Books(**unknown, **{name: all_of(0) for name in Books._fields if name not in unknown})
+    return Books(**{name: all_of(_NEW.get(name, 0)) for name in Books._fields})
+
+
+def nobody_served(sequences: int) -> Serving:
+    """No index is taken."""
+    return Serving(**{name: jnp.full(sequences, _NEW.get(name, 0), jnp.int32) for name in Serving._fields})
+
+
+def newly_served(output_len: Int32[Array, " arrivals"]) -> Serving:
+    """Requests that nothing became of yet."""
+    like = jnp.zeros_like(output_len)
+    return Serving(**{name: like + _NEW.get(name, 0) for name in Serving._fields})._replace(output_len=output_len)
 
 
 _ALIASES: Final = {"sequence": -1}

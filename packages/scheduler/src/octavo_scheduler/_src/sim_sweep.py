@@ -131,9 +131,26 @@ def points(grid: Mapping[str, Sequence[Any]], base: Setup) -> Iterator[tuple[dic
         yield label, base.with_values(label)
 
 
-@functools.lru_cache(maxsize=4)
 def simulator(setup: Setup, cost: CostModel, span: int, max_len: int, make_cache: CacheMaker | None) -> Simulator:
-    """The simulator of an engine; the last few are kept, since they are compiled."""
+    """The simulator of an engine; the last few are kept, since they are compiled. Where blocks are only counted, engines that differ only
+    in what `SchedulerConfig.knobs` has share one, and run with `knobs_of`."""
+    if make_cache is None:
+        usual: dict[str, Any] = SchedulerConfig().knobs | {"tenant_weights": (1,) * len(setup.config.tenant_weights)}
+        setup = dataclasses.replace(setup, config=dataclasses.replace(setup.config, **usual))
+    return _simulator(setup, cost, span, max_len, make_cache)
+
+
+def knobs_of(setup: Setup) -> dict[str, Any]:
+    """Values of what engines that share a simulator may differ in."""
+    return setup.config.knobs | {"watermark_blocks": _watermark(setup)}
+
+
+def _watermark(setup: Setup) -> int:
+    return setup.config.watermark_blocks or max(1, setup.blocks // 100)
+
+
+@functools.lru_cache(maxsize=4)
+def _simulator(setup: Setup, cost: CostModel, span: int, max_len: int, make_cache: CacheMaker | None) -> Simulator:
     sequences = setup.config.max_num_seqs + setup.waiting
     if make_cache is None:
         cache: PrefixCache[Any] = CountingCache(setup.blocks, setup.block_size, sequences)
@@ -151,7 +168,7 @@ def simulator(setup: Setup, cost: CostModel, span: int, max_len: int, make_cache
     )
     config = dataclasses.replace(
         setup.config,
-        watermark_blocks=setup.config.watermark_blocks or max(1, setup.blocks // 100),
+        watermark_blocks=_watermark(setup),
         step_sizes=setup.config.step_sizes or tuple(sorted({tokens for tokens, _ in cost.shapes if tokens})),
     )
     return Simulator(ChunkedScheduler(config, cache), cache, cost, rules)
@@ -175,7 +192,7 @@ def simulate(
     max_len = int(trace.limit_len.max(initial=1))
     ready = simulator(dataclasses.replace(setup, load=1.0), cost, trace.span, max_len, make_cache)
     loaded = trace.at_load(setup.load)
-    books, steps = ready.run(loaded)
+    books, steps = ready.run(loaded, knobs=None if make_cache else knobs_of(setup))
     return Outcome(label or {}, loaded, books, steps)
 
 

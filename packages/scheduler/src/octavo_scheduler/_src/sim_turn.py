@@ -11,24 +11,29 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int32, UInt32
+from jaxtyping import Array, Bool, Int32, UInt32
 
 from octavo_core.errors import ConfigError
 from octavo_core.plan import Arrivals, StepPlan, StepResult
 from octavo_core.seams import PrefixCache, Scheduler
+from octavo_scheduler._src.kernel import if_so, is_kernel, pick_in_turn, put_all, running_sum
+from octavo_scheduler._src.scheduler import ChunkedScheduler, Decided
 from octavo_scheduler._src.sim_cache import CountingCache
-from octavo_scheduler._src.sim_cost import CostModel, size_of
+from octavo_scheduler._src.sim_cost import CostModel, StepSize, size_of
 from octavo_scheduler._src.sim_state import (
     DONE,
     PENDING,
     REFUSED,
     TAKEN,
     TICK_S,
+    Books,
     Requests,
+    Serving,
     StepLine,
     World,
     blank_arrivals,
     blank_result,
+    newly_served,
 )
 
 
@@ -75,6 +80,9 @@ class Turn:
     def __init__(self, scheduler: Scheduler[Any, Any], cache: PrefixCache[Any], cost: CostModel, rules: HostRules) -> None:
         self.scheduler, self.cache, self.cost, self.rules = scheduler, cache, cost, rules
         self.counts_only = isinstance(cache, CountingCache)
+        self.knobs: dict[str, Any] = {}
+        if self.counts_only and isinstance(scheduler, ChunkedScheduler):
+            self.knobs = scheduler.config.knobs
 
     def __call__(self, world: World, requests: Requests) -> tuple[World, StepLine]:
         """One step of the engine; traceable."""
@@ -85,13 +93,16 @@ class Turn:
     def serve(self, world: World, requests: Requests) -> tuple[World, StepLine]:
         """The part of a turn after arrivals: plan, let time pass, note what was made."""
         result, results = world.results[0], world.results[1:]
-        scheduler, cache, plan = self.scheduler.step(world.scheduler, world.cache, result)
+        scheduler, cache, did = self._decide(world, result)
         leaving = result.finished & (world.request >= 0)
-        start = world.now
-        end, rest = self._elapse(world, plan)
-        world = world._replace(scheduler=scheduler, cache=cache, num_waiting=plan.num_waiting)
-        line = self._line(world, plan, requests, start, end)
-        world = self._note(world._replace(now=end, rest=rest), plan, requests, results, start)
+        start, size = world.now, size_of(did)
+        step_s = jnp.where(size.rows > 0, self.cost.step_s(size), 0.0)
+        end, rest = self._elapse(world, size, step_s)
+        world = world._replace(scheduler=scheduler, cache=cache, num_waiting=did.num_waiting)
+        line = _line(world, did, size, requests, start, end)
+        world, told = self._note(world._replace(now=end, rest=rest), did, requests, start)
+        told = told._replace(step_s=step_s, num_decodes=size.decode, num_prefill_tokens=size.prefill)
+        world = world._replace(results=(*results, told))
         line = line._replace(sampled=jnp.sum(world.results[-1].accepted))
         return world._replace(request=jnp.where(leaving, -1, world.request), ended=world.ended & ~leaving), line
 
@@ -117,8 +128,9 @@ class Turn:
             full |= before >= rules.max_queued_requests
         if rules.max_queued_tokens:
             full |= (tokens > rules.max_queued_tokens) & (before > 0)
-        to = jnp.where(queued & full, world.queue, world.books.status.size)
-        return world._replace(books=world.books._replace(status=world.books.status.at[to].set(REFUSED, mode="drop")))
+        refused = jnp.full(queued.size, REFUSED, jnp.int32)
+        status = put_all(world.books.status, (world.queue,), refused, queued & full)
+        return world._replace(books=world.books._replace(status=status))
 
     def _take(self, world: World, requests: Requests) -> tuple[World, Int32[Array, "arrivals 2"]]:
         """Give free indices to requests whose turn it is.
@@ -127,50 +139,58 @@ class Turn:
             The world, and (index, request) of each newcomer; −1 pads.
         """
         size, count = self.rules.max_arrivals, requests.arrival.shape[0]
-        sequences = world.request.size
         at = world.cursor + jnp.arange(size, dtype=jnp.int32)
         request = world.queue[jnp.minimum(at, count - 1)]
         is_due = (at < world.num_offered) & (requests.arrival[request] <= world.now)
         is_due = jnp.cumprod(is_due).astype(bool)
-        wanted = is_due & (world.books.status[request] == PENDING)
-        place = jnp.cumsum(wanted) - wanted
-        free = world.request < 0
-        rank = jnp.cumsum(free) - 1
-        index = (
-            jnp.full(size, -1, jnp.int32).at[jnp.where(free, rank, size)].set(jnp.arange(sequences, dtype=jnp.int32), mode="drop")
-        )
-        given = jnp.where(wanted, index[place], -1)
-        passed = is_due & (~wanted | (given >= 0))
-        passed = jnp.cumprod(passed).astype(bool)
-        given = jnp.where(passed & wanted, given, -1)
-        to = jnp.where(given >= 0, given, sequences)
-        status = world.books.status.at[jnp.where(given >= 0, request, count)].set(TAKEN, mode="drop")
-        world = world._replace(
-            request=world.request.at[to].set(request, mode="drop"),
-            cursor=world.cursor + jnp.sum(passed, dtype=jnp.int32),
-            books=world.books._replace(status=status),
-        )
-        return world, jnp.stack([given, jnp.where(given >= 0, request, -1)], axis=1)
+
+        def give(now: tuple[Any, ...]) -> tuple[Any, ...]:
+            taken, cursor, status, serving, _ = now
+            wanted = is_due & (status[request] == PENDING)
+            free = taken < 0
+            every = jnp.arange(free.size, dtype=jnp.int32)
+            index = pick_in_turn(every, free, jnp.full(size + 1, -1, jnp.int32), jnp.int32(0))[:-1]
+            index = jnp.where(jnp.arange(size) < jnp.sum(free), index, -1)
+            given = jnp.where(wanted, index[running_sum(wanted) - wanted], -1)
+            passed = is_due & (~wanted | (given >= 0))
+            passed = jnp.cumprod(passed).astype(bool)
+            is_new = passed & wanted
+            status = put_all(status, (request,), jnp.full(size, TAKEN, jnp.int32), is_new)
+            new = newly_served(requests.output_len[request])
+            serving = Serving(*(put_all(f, (given,), n, is_new) for f, n in zip(serving, new, strict=True)))
+            newcomers = jnp.stack([jnp.where(is_new, given, -1), jnp.where(is_new, request, -1)], axis=1)
+            return put_all(taken, (given,), request, is_new), cursor + jnp.sum(passed, dtype=jnp.int32), status, serving, newcomers
+
+        start = world.request, world.cursor, world.books.status, world.serving, jnp.full((size, 2), -1, jnp.int32)
+        taken, cursor, status, serving, newcomers = if_so(is_due[0], give, start)
+        books = world.books._replace(status=status)
+        return world._replace(request=taken, cursor=cursor, serving=serving, books=books), newcomers
 
     def _arrive(self, world: World, requests: Requests, newcomers: Int32[Array, "arrivals 2"]) -> World:
         """Hand newcomers over and let waiting sequences in, where there are any. Nobody moves prompts where nobody is new."""
 
+        scheduler = self._turned(world)
+
         def arrive(states: tuple[Any, Any]) -> tuple[Any, Any]:
-            return self.scheduler.arrive(*states, self._arrivals(requests, newcomers))
+            return scheduler.arrive(*states, self._arrivals(requests, newcomers))
 
         def let_in(states: tuple[Any, Any]) -> tuple[Any, Any]:
-            return self.scheduler.arrive(*states, blank_arrivals(1, self.cache.spec.max_len))
+            return scheduler.arrive(*states, blank_arrivals(1, self.cache.spec.max_len))
 
         case = jnp.where(jnp.any(newcomers[:, 0] >= 0), 2, (world.num_waiting > 0).astype(jnp.int32))
-        scheduler, cache = lax.switch(case, (lambda states: states, let_in, arrive), (world.scheduler, world.cache))
-        return world._replace(scheduler=scheduler, cache=cache)
+        states = world.scheduler, world.cache
+        if is_kernel():
+            state, cache = if_so(case > 0, arrive, states)
+        else:
+            state, cache = lax.switch(case, (lambda states: states, let_in, arrive), states)
+        return world._replace(scheduler=state, cache=cache)
 
     def _arrivals(self, requests: Requests, newcomers: Int32[Array, "arrivals 2"]) -> Arrivals:
         sequence, request = newcomers[:, 0], jnp.maximum(newcomers[:, 1], 0)
         spec = self.cache.spec
         if self.counts_only:
             found = jnp.where(self.rules.use_prefix, requests.found[request], 0)
-            tokens = jnp.zeros((request.size, spec.max_len), jnp.int32).at[:, 0].set(found)
+            tokens = jnp.where(jnp.arange(spec.max_len) == 0, found[:, None], 0)
         else:
             tokens = prompt_tokens(requests.parts[request], self.rules.span, spec.max_len)
         return blank_arrivals(self.rules.max_arrivals, spec.max_len)._replace(
@@ -190,76 +210,133 @@ class Turn:
         patience_s = rules.deadline_s + rules.deadline_per_token_s * requests.prompt_len[request]
         return requests.arrival[request] + jnp.minimum(patience_s / TICK_S, 2.0**29).astype(jnp.int32)
 
-    def _elapse(self, world: World, plan: StepPlan) -> tuple[Int32[Array, ""], Any]:
+    def _turned(self, world: World) -> Any:
+        """The scheduler with the knobs of this world."""
+        scheduler: Any = self.scheduler
+        return scheduler.turned(world.knobs) if world.knobs else scheduler
+
+    def _decide(self, world: World, result: StepResult) -> tuple[Any, Any, Decided]:
+        """A step of the scheduler, by what it decides or, where it only plans, by its plan."""
+        scheduler = self._turned(world)
+        if hasattr(scheduler, "decide"):
+            decided: tuple[Any, Any, Decided] = scheduler.decide(world.scheduler, world.cache, result)
+            return decided
+        state, cache, plan = scheduler.step(world.scheduler, world.cache, result)
+        return state, cache, decided_of(plan, result.accepted.shape[0])
+
+    def _elapse(self, world: World, size: StepSize, step_s: Array) -> tuple[Int32[Array, ""], Any]:
         """When the step ends, and the part of a tick that is left over."""
-        step_s = jnp.where(plan.num_rows > 0, self.cost.step_s(size_of(plan)) + self.cost.host_s, 0.0)
-        ticks = step_s / TICK_S + world.rest
+        ticks = jnp.where(size.rows > 0, step_s + self.cost.host_s, 0.0) / TICK_S + world.rest
         whole = jnp.floor(ticks)
         return world.now + whole.astype(jnp.int32), ticks - whole
 
-    def _note(
-        self, world: World, plan: StepPlan, requests: Requests, results: tuple[StepResult, ...], start: Int32[Array, ""]
-    ) -> World:
-        """Write down which tokens were made and who ended."""
-        sequences, books, count = world.request.size, world.books, requests.arrival.shape[0]
-        is_row = plan.sequence >= 0
-        to = jnp.where(is_row & (plan.sample_rows >= 0), plan.sequence, sequences)
-        sampled = jnp.zeros(sequences, bool).at[to].set(True, mode="drop")
-        at = jnp.where(is_row, plan.sequence, sequences)
-        cached = jnp.full(sequences, -1, jnp.int32).at[at].set(plan.cached_len, mode="drop")
-        lives = (world.request >= 0) & ~world.ended
-        request, none = jnp.maximum(world.request, 0), jnp.full(sequences, count)
-        makes = sampled & lives
-        made = books.made[request] + makes
-        ends = lives & makes & (made >= requests.output_len[request])
-        begins = lives & (cached >= 0) & (books.started[request] < 0)
-        to, last = jnp.where(makes, request, none), books.last[request]
-        is_first = makes & (last < 0)
-        end, starting = world.now, jnp.where(begins, request, none)
-        preempted = jnp.where(plan.preempted >= 0, world.request[jnp.maximum(plan.preempted, 0)], count)
-        books = books._replace(
-            status=books.status.at[jnp.where(ends, request, none)].set(DONE, mode="drop"),
-            started=books.started.at[starting].set(start, mode="drop"),
-            first=books.first.at[jnp.where(is_first, request, none)].set(end, mode="drop"),
-            last=books.last.at[to].set(end, mode="drop"),
-            gap=books.gap.at[jnp.where(is_first, none, to)].max(end - last, mode="drop"),
-            made=books.made.at[to].set(made, mode="drop"),
-            cached=books.cached.at[starting].set(cached, mode="drop"),
-            preemptions=books.preemptions.at[preempted].add(1, mode="drop"),
+    def _note(self, world: World, did: Decided, requests: Requests, start: Int32[Array, ""]) -> tuple[World, StepResult]:
+        """Write down which tokens were made and who ended.
+
+        Returns:
+            The world, and what the scheduler is to be told.
+        """
+        is_there = world.request >= 0
+        lives, so_far, end = is_there & ~world.ended, world.serving, world.now
+        makes = did.samples & lives
+        made = so_far.made + makes
+        ends = makes & (made >= so_far.output_len)
+        begins = lives & (did.query_len > 0) & (so_far.started < 0)
+        is_first = makes & (so_far.first < 0)
+        gives_way = is_there & (jnp.arange(made.size) == did.preempted)
+        serving = Serving(
+            output_len=so_far.output_len,
+            started=jnp.where(begins, start, so_far.started),
+            first=jnp.where(is_first, end, so_far.first),
+            last=jnp.where(makes, end, so_far.last),
+            gap=jnp.where(makes & ~is_first, jnp.maximum(so_far.gap, end - so_far.last), so_far.gap),
+            made=made,
+            cached=jnp.where(begins, did.cached_len, so_far.cached),
+            preemptions=so_far.preemptions + gives_way,
         )
-        ids = answer_tokens(request, requests.prompt_len[request] + made - 1)
-        told = {"accepted": makes.astype(jnp.int32), "token_ids": ids[:, None], "finished": ends, **self._measured(plan)}
-        newest = blank_result(sequences)._replace(**told)
-        return world._replace(books=books, ended=world.ended | ends, results=(*results, newest))
+        ended = world.ended | ends
+        world = _settle(world._replace(serving=serving, ended=ended), ends | (gives_way & world.ended))
+        told = blank_result(made.size)._replace(accepted=makes.astype(jnp.int32), finished=ends)
+        if not self.counts_only:
+            request = jnp.maximum(world.request, 0)
+            ids = answer_tokens(request, requests.prompt_len[request] + made - 1)
+            told = told._replace(token_ids=ids[:, None])
+        return world, told
 
-    def _measured(self, plan: StepPlan) -> dict[str, Array]:
-        """What the host measures of a step and tells the scheduler with its tokens."""
-        return {
-            "step_s": jnp.where(plan.num_rows > 0, self.cost.step_s(size_of(plan)), 0.0),
-            "num_decodes": plan.num_single,
-            "num_prefill_tokens": plan.num_tokens - plan.num_single,
-        }
+    def settled(self, world: World) -> World:
+        """With everything that is known of each request in its books."""
+        return _settle(world, world.request >= 0)
 
-    def _line(self, world: World, plan: StepPlan, requests: Requests, start: Int32[Array, ""], end: Int32[Array, ""]) -> StepLine:
-        size = size_of(plan)
-        victim = jnp.maximum(plan.preempted, 0)
+
+def _settle(world: World, whose: Bool[Array, " sequences"]) -> World:
+    """Carry what is known of requests at these indices to the books."""
+
+    def write(books: Books) -> Books:
+        at, known = (world.request,), world.serving._asdict()
+        done = jnp.full(whose.size, DONE, jnp.int32)
+        status = put_all(books.status, at, done, whose & world.ended)
+        others = {name: put_all(f, at, known[name], whose) for name, f in books._asdict().items() if name != "status"}
+        return Books(status=status, **others)
+
+    return world._replace(books=if_so(jnp.any(whose), write, world.books))
+
+
+def _line(
+    world: World, did: Decided, size: StepSize, requests: Requests, start: Int32[Array, ""], end: Int32[Array, ""]
+) -> StepLine:
+    victim = jnp.maximum(did.preempted, 0)
+    return StepLine(
+        start=start,
+        end=end,
+        num_decodes=size.decode,
+        num_prefills=size.rows - size.decode,
+        prefill_tokens=size.prefill,
+        context_tokens=jnp.sum(did.context_len, dtype=jnp.int32),
+        prefill_pairs=size.pairs,
+        sampled=jnp.int32(0),
+        num_running=did.num_running,
+        num_waiting=did.num_waiting + _num_due(world, requests, start),
+        num_free_blocks=did.num_free,
+        preempted=jnp.where(did.preempted >= 0, world.request[victim], -1),
+        lost=did.lost_len,
+    )
+
+
+def _num_due(world: World, requests: Requests, now: Int32[Array, ""]) -> Int32[Array, ""]:
+    """Requests of the queue, which is in order of arrival, that are there and have no index."""
+    if not is_kernel():
         at = jnp.arange(world.queue.size, dtype=jnp.int32)
-        is_due = (at >= world.cursor) & (at < world.num_offered) & (requests.arrival[world.queue] <= start)
-        return StepLine(
-            start=start,
-            end=end,
-            num_decodes=plan.num_single,
-            num_prefills=plan.num_rows - plan.num_single,
-            prefill_tokens=size.prefill,
-            context_tokens=jnp.sum(plan.context_len),
-            prefill_pairs=size.pairs,
-            sampled=jnp.int32(0),
-            num_running=plan.num_running,
-            num_waiting=plan.num_waiting + jnp.sum(is_due, dtype=jnp.int32),
-            num_free_blocks=plan.events.num_free[0],
-            preempted=jnp.where(plan.preempted >= 0, world.request[victim], -1),
-            lost=plan.lost_len,
-        )
+        is_due = (at >= world.cursor) & (at < world.num_offered) & (requests.arrival[world.queue] <= now)
+        return jnp.sum(is_due, dtype=jnp.int32)
+
+    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = (low + high) // 2
+        is_due = requests.arrival[world.queue[middle]] <= now
+        return jnp.where(is_due, middle + 1, low), jnp.where(is_due, high, middle)
+
+    low, _ = lax.while_loop(lambda b: b[0] < b[1], halve, (world.cursor, jnp.maximum(world.num_offered, world.cursor)))
+    return low - world.cursor
+
+
+def decided_of(plan: StepPlan, sequences: int) -> Decided:
+    """What a plan says, by sequence."""
+    at = jnp.where(plan.sequence >= 0, plan.sequence, sequences)
+
+    def spread(values: Array) -> Array:
+        return jnp.zeros(sequences, values.dtype).at[at].set(values, mode="drop")
+
+    return Decided(
+        query_len=spread(jnp.diff(plan.query_start)),
+        context_len=spread(plan.context_len),
+        samples=spread(plan.sample_rows >= 0),
+        cached_len=spread(plan.cached_len),
+        preempted=plan.preempted,
+        lost_len=plan.lost_len,
+        num_running=plan.num_running,
+        num_waiting=plan.num_waiting,
+        num_free=plan.events.num_free[0],
+    )
 
 
 def _mixed(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:

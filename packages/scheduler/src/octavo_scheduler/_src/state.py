@@ -155,12 +155,11 @@ def store(
 
 def take_arrivals(state: SchedulerState, arrivals: Arrivals) -> SchedulerState:
     """Store new sequences as WAITING. Their place in policy order is the caller's to find."""
-    num_sequences = state.status.size
-    # A negative index would wrap round: unused entries point past the end, where the scatter drops them.
-    to = jnp.where(arrivals.sequence >= 0, arrivals.sequence, num_sequences)
+    is_new = arrivals.sequence >= 0
 
     def put(field: Array, value: Array | int) -> Array:
-        return field.at[to].set(value, mode="drop")
+        values = jnp.broadcast_to(jnp.asarray(value, field.dtype), (is_new.size, *field.shape[1:]))
+        return put_all(field, (arrivals.sequence,), values, is_new)
 
     return state._replace(
         tokens=put(state.tokens, arrivals.tokens),
