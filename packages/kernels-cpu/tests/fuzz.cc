@@ -62,7 +62,7 @@ static void fail(const char* what, int round) {
 
 static void products(Pool& pool, int round) {
   const Format format = Format(any(0, 4));
-  const int inputs = is_grouped(format) ? any(1, 20) * GROUP : any(1, 600), outputs = any(1, 130), rows = any(1, 110);
+  const int inputs = is_quantised(format) ? any(1, 20) * GROUP : any(1, 600), outputs = any(1, 130), rows = any(1, 110);
   Packed w(format, outputs, inputs);
   auto x = numbers(size_t(rows) * inputs);
   Buffer<float> y(size_t(rows) * outputs), one(outputs);

@@ -20,13 +20,15 @@ from typing import Final
 PACKAGE: Final = Path(__file__).resolve().parent.parent
 LIBRARIES: Final = PACKAGE / "_lib"
 COMPILERS: Final = ("g++", "clang++", "c++")
+_AVX512: Final = ("-mavx2", "-mfma", "-mf16c", *(f"-mavx512{x}" for x in ("f", "bw", "dq", "vl", "vnni")))
 FLAGS: Final = {
     "scalar": ("-DOCTAVO_ISA=0", "-O1", "-ffp-contract=off"),
     "avx2": ("-DOCTAVO_ISA=1", "-O3", "-mavx2", "-mfma", "-mf16c"),
-    "avx512": ("-DOCTAVO_ISA=2", "-O3", "-mavx2", "-mfma", "-mf16c", *(f"-mavx512{x}" for x in ("f", "bw", "dq", "vl", "vnni"))),
+    "avx512": ("-DOCTAVO_ISA=2", "-O3", *_AVX512),
+    "amx": ("-DOCTAVO_ISA=3", "-O3", *_AVX512, "-mamx-tile", "-mamx-int8"),
 }
 """Instruction sets. `scalar` is for tests and is not built by default."""
-SHIPPED: Final = ("avx2", "avx512")
+SHIPPED: Final = ("avx2", "avx512", "amx")
 _COMMON: Final = (
     "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-static-libstdc++", "-static-libgcc", "-pthread", "-w", "-Wl,--exclude-libs,ALL",
 )  # fmt: skip

@@ -19,13 +19,15 @@ import numpy as np
 
 from octavo_kernels_cpu._src import build_library
 
+_AVX512: Final = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"})
 NEEDS: Final = {
     "scalar": frozenset[str](),
     "avx2": frozenset({"avx2", "fma", "f16c"}),
-    "avx512": frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}),
+    "avx512": _AVX512,
+    "amx": _AVX512 | {"amx_tile", "amx_int8"},
 }
 """Processor flags, as Linux names them."""
-ORDER: Final = ("avx512", "avx2")
+ORDER: Final = ("amx", "avx512", "avx2")
 """The better first."""
 OPERATIONS: Final = ("project", "finish", "score", "write", "attend")
 
@@ -41,6 +43,9 @@ class Library:
         self.isa = isa
         self._native = ctypes.CDLL(str(path))
         self._native.octavo_cpu_packed_bytes.restype = ctypes.c_int64
+        refused = self._native.octavo_cpu_prepare()
+        if refused:
+            raise NotImplementedError(f"the operating system does not let this process use {isa} ({os.strerror(refused)})")
         self._native.octavo_cpu_set_threads(num_threads())
         for name in OPERATIONS:
             handler = jax.ffi.pycapsule(getattr(self._native, f"octavo_cpu_{name}"))

@@ -24,7 +24,7 @@ constexpr int ROWS_A_THREAD = 4;  // rows from which on a task has all heads of 
 constexpr int MAX_HEAD_DIM = 256;
 constexpr float MASKED = -1e30f;
 
-#if OCTAVO_ISA == OCTAVO_AVX512
+#if OCTAVO_ISA >= OCTAVO_AVX512
 constexpr int ROWS_IN_REGISTERS = 6;
 #else
 constexpr int ROWS_IN_REGISTERS = 3;

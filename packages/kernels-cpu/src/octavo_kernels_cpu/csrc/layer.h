@@ -12,8 +12,8 @@ constexpr size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 // Bytes of `rows` rows of `inputs` values on their way into a product of this format.
 inline size_t rows_bytes(Format format, int rows, int inputs) {
   if (!is_quantised(format)) return aligned(size_t(rows) * inputs * 4);
-  const size_t groups = inputs / GROUP;
-  return aligned(size_t(rows) * inputs) + 2 * aligned(size_t(rows) * groups * 4);
+  const size_t groups = inputs / GROUP, room = padded_rows(rows);
+  return planes(format) * aligned(room * inputs) + (1 + planes(format)) * aligned(room * groups * 4);
 }
 
 class Scratch {
@@ -33,25 +33,32 @@ class Scratch {
 
 // Rows of a product that are still to be filled.
 struct RowsOut {
+  Format format;
   float* f = nullptr;
-  int8_t* q = nullptr;
+  int8_t *q = nullptr, *low = nullptr;
   float *scale = nullptr, *sum = nullptr;
+  int32_t* low_sum = nullptr;
   int inputs = 0;
 
-  RowsOut(Format format, int rows, int inputs, Scratch& scratch) : inputs(inputs) {
+  RowsOut(Format format, int rows, int inputs, Scratch& scratch) : format(format), inputs(inputs) {
     if (!is_quantised(format)) {
       f = scratch.take<float>(size_t(rows) * inputs);
       return;
     }
-    q = scratch.take<int8_t>(size_t(rows) * inputs);
-    scale = scratch.take<float>(size_t(rows) * (inputs / GROUP));
-    sum = scratch.take<float>(size_t(rows) * (inputs / GROUP));
+    const size_t room = padded_rows(rows);
+    q = scratch.take<int8_t>(planes(format) * room * inputs);
+    scale = scratch.take<float>(room * (inputs / GROUP));
+    sum = scratch.take<float>(room * (inputs / GROUP));
+    if (planes(format) == 1) return;
+    low = q + room * inputs;
+    low_sum = scratch.take<int32_t>(room * (inputs / GROUP));
   }
-  Rows rows() const { return {f, inputs, q, scale, sum, inputs / GROUP}; }
+  Rows rows() const { return {f, inputs, q, low, scale, sum, (const int32_t*)sum, low_sum, inputs / GROUP}; }
+  OCTAVO_INLINE void quantise(const float* x, int row, int group) const;
 };
 
-// One group as int8 with a scale that brings its largest value to 127.
-OCTAVO_INLINE void quantise_group(const float* x, int8_t* q, float* scale, float* sum) {
+// One group as int8 with the scale, which is the answer, that brings its largest value to 127. `low`: what that leaves, in 254ths; or null.
+OCTAVO_INLINE float quantise_group(const float* x, int8_t* q, int8_t* low, int& sum, int& low_sum) {
   F value[GROUP / W], top = splat(0.0f);
   for (int i = 0; i < GROUP / W; i++) {
     value[i] = load(x + i * W);
@@ -59,14 +66,38 @@ OCTAVO_INLINE void quantise_group(const float* x, int8_t* q, float* scale, float
   }
   const float largest = max_lanes(top);
   const float up = largest > 0 ? 127.0f / largest : 0.0f;
-  I total = zero_bits();
+  I total = zero_bits(), low_total = zero_bits();
   for (int i = 0; i < GROUP / W; i++) {
-    const I whole = to_int(mul(value[i], splat(up)));
+    const F exact = mul(value[i], splat(up));
+    const I whole = to_int(exact);
     total = add_int(total, whole);
     store_bytes(q + i * W, whole);
+    if (!low) continue;
+    const I rest = to_int(mul(sub(exact, to_float(whole)), splat(float(PARTS))));
+    low_total = add_int(low_total, rest);
+    store_bytes(low + i * W, rest);
   }
-  *scale = largest / 127.0f;
-  *sum = *scale * float(sum_int(total));
+  sum = sum_int(total), low_sum = low ? sum_int(low_total) : 0;
+  return largest / 127.0f;
+}
+
+OCTAVO_INLINE void RowsOut::quantise(const float* x, int row, int group) const {
+  const int groups = inputs / GROUP;
+  const size_t at = Rows::scale_at(row, group, groups), from = (size_t(row) * groups + group) * GROUP;
+  int total, low_total;
+  if (HAS_DOT16 && low) {
+    int8_t first[GROUP], second[GROUP];
+    int16_t* both = (int16_t*)q + from;
+    scale[at] = quantise_group(x, first, second, total, low_total) * (1.0f / PARTS);
+    for (int i = 0; i < GROUP; i++) both[i / 4 * 4 + i % 2 * 2 + i % 4 / 2] = int16_t(PARTS * first[i] + second[i]);
+    return;
+  }
+  scale[at] = quantise_group(x, q + from, low ? low + from : nullptr, total, low_total);
+  if (format == Format::Q4)
+    sum[at] = scale[at] * float(total);
+  else
+    ((int32_t*)sum)[at] = total;
+  if (low) scale[at] *= 1.0f / PARTS, low_sum[at] = low_total;
 }
 
 OCTAVO_INLINE void fill_row(const float* x, int row, const RowsOut& out) {
@@ -74,11 +105,7 @@ OCTAVO_INLINE void fill_row(const float* x, int row, const RowsOut& out) {
     std::memcpy(out.f + size_t(row) * out.inputs, x, size_t(out.inputs) * 4);
     return;
   }
-  const int groups = out.inputs / GROUP;
-  for (int g = 0; g < groups; g++) {
-    const size_t at = size_t(row) * groups + g;
-    quantise_group(x + g * GROUP, out.q + at * GROUP, out.scale + at, out.sum + at);
-  }
+  for (int g = 0; g < out.inputs / GROUP; g++) out.quantise(x + g * GROUP, row, g);
 }
 
 // Root mean square norm with a gain (arXiv 1910.07467); y may be x.
@@ -202,8 +229,7 @@ inline void gated(Team& team, const Weights& w, Activation kind, const Rows& x, 
           if (h.f) {
             std::memcpy(h.f + size_t(r) * h.inputs + n, from, size_t(width) * 4);
           } else {
-            const size_t at = size_t(r) * (h.inputs / GROUP) + n / GROUP;
-            quantise_group(from, h.q + at * GROUP, h.scale + at, h.sum + at);
+            h.quantise(from, r, n / GROUP);
           }
         }
       }

@@ -2,6 +2,10 @@
 //
 // Compiled once an instruction set; the caller has checked that the machine has it. Checks every size it is given: a wrong one is an
 // error of the call, never a wild read.
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -41,7 +45,7 @@ ffi::Error refused(const char* what) { return ffi::Error::InvalidArgument(std::s
 // Whether a packed matrix has the size that its shape asks for.
 bool is_whole(const Any& data, int64_t format, int outputs, int inputs) {
   if (format < 0 || format > int64_t(Format::Q8F) || outputs <= 0 || inputs <= 0) return false;
-  if (is_grouped(Format(format)) && inputs % GROUP) return false;
+  if (is_quantised(Format(format)) && inputs % GROUP) return false;
   return size(data) == int64_t(num_panels(outputs) * panel_bytes(Format(format), inputs));
 }
 
@@ -192,6 +196,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(octavo_cpu_attend, octavo::Attend,
                               ffi::Ffi::Bind() ARG ARG ARG ARG ARG ARG ARG RET INT("bf16") INT("block_size") FLOAT("scale"));
 #pragma GCC visibility pop
 
+// Asks the operating system for what this process needs to run these kernels; 0, or the error's number. Once, before any other call.
+OCTAVO_EXPORT int octavo_cpu_prepare() {
+#if OCTAVO_ISA == OCTAVO_AMX
+  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of Linux
+  if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA)) return errno;
+#endif
+  return 0;
+}
+
 // Threads of the pool, the caller's included; counts until the first call that uses it.
 OCTAVO_EXPORT void octavo_cpu_set_threads(int threads) { octavo::wanted_threads = std::max(1, threads); }
 
@@ -202,7 +215,7 @@ OCTAVO_EXPORT int64_t octavo_cpu_packed_bytes(int format, int source, int output
   using namespace octavo;
   if (format < 0 || format > 4 || source < 0 || source > 4 || outputs <= 0 || inputs <= 0) return -1;
   if (!can_pack(Source(source), Format(format))) return -1;
-  if ((is_grouped(Format(format)) || source >= 2) && inputs % GROUP) return -1;
+  if ((is_quantised(Format(format)) || source >= 2) && inputs % GROUP) return -1;
   return int64_t(num_panels(outputs) * panel_bytes(Format(format), inputs));
 }
 

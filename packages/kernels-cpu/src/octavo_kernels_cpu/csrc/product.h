@@ -5,10 +5,13 @@
 #include <algorithm>
 
 #include "weights.h"
+#if OCTAVO_ISA == OCTAVO_AMX
+#include "tiles.h"
+#endif
 
 namespace octavo {
 
-#if OCTAVO_ISA == OCTAVO_AVX512
+#if OCTAVO_ISA >= OCTAVO_AVX512
 constexpr int TILE_F = 12, TILE_Q = 8;
 #else
 constexpr int TILE_F = 6, TILE_Q = 6;  // rows whose sums fit the registers
@@ -83,8 +86,6 @@ template <int R>
 OCTAVO_INLINE void q4_tile(const uint8_t* panel, const Rows& x, int row, int groups, Next next, float* out) {
   const uint8_t* scales = panel + size_t(groups) * 256;
   const int8_t* in = x.q + size_t(row) * groups * GROUP;
-  const float* in_scale = x.scale + size_t(row) * groups;
-  const float* in_sum = x.sum + size_t(row) * groups;
   for (int v = 0; v < NV; v++) {
     F total[R];
     for (int r = 0; r < R; r++) total[r] = splat(0.0f);
@@ -104,41 +105,74 @@ OCTAVO_INLINE void q4_tile(const uint8_t* panel, const Rows& x, int row, int gro
       const F scale = load_f16((const uint16_t*)(scales + g * 64) + v * W);
       const F minimum = load_f16((const uint16_t*)(scales + g * 64) + PANEL + v * W);
       for (int r = 0; r < R; r++) {
-        const F dot = mul(to_float(dot4_sum(acc[r])), splat(in_scale[r * groups + g]));
-        total[r] = fma(minimum, splat(in_sum[r * groups + g]), fma(dot, scale, total[r]));
+        const F dot = mul(to_float(dot4_sum(acc[r])), splat(x.scale[x.at(row + r, g)]));
+        total[r] = fma(minimum, splat(x.sum[x.at(row + r, g)]), fma(dot, scale, total[r]));
       }
     }
     for (int r = 0; r < R; r++) store(out + r * PANEL + v * W, total[r]);
   }
 }
 
-template <int R>
+template <Format FORMAT, int R>
 OCTAVO_INLINE void q8_tile(const uint8_t* panel, const Rows& x, int row, int groups, Next next, float* out) {
+  constexpr bool IS_WIDE = planes(FORMAT) == 2;
   const uint16_t* scales = (const uint16_t*)(panel + size_t(groups) * 512);
-  const int8_t* in = x.q + size_t(row) * groups * GROUP;
-  const float* in_scale = x.scale + size_t(row) * groups;
+  const size_t from = size_t(row) * groups * GROUP;
   for (int v = 0; v < NV; v++) {
     F total[R];
     for (int r = 0; r < R; r++) total[r] = splat(0.0f);
     for (int g = 0; g < groups; g++) {
       if (R > 1 && v == 0) next.fetch();
-      Dot8 acc[R];
-      for (int r = 0; r < R; r++) acc[r] = dot8_zero();
+      Dot8 acc[R], low[R];
+      for (int r = 0; r < R; r++) acc[r] = dot8_start(x.whole_sum[x.at(row + r, g)]);
+      if (IS_WIDE)
+        for (int r = 0; r < R; r++) low[r] = dot8_start(x.low_sum[x.at(row + r, g)]);
+      for (int i = 0; i < 8; i++) {
+        if (R == 1 && v == 0) prefetch(panel + size_t(g) * 512 + i * 64 + AHEAD);
+        const I w = dot8_weights(load_bits(panel + size_t(g) * 512 + i * 64 + v * W * 4));
+        for (int r = 0; r < R; r++) {
+          const size_t at = from + (size_t(r) * groups + g) * GROUP + 4 * i;
+          acc[r] = dot8(acc[r], w, splat4(x.q + at));
+          if (IS_WIDE) low[r] = dot8(low[r], w, splat4(x.low + at));
+        }
+      }
+      const F scale = load_f16(scales + g * PANEL + v * W);
+      for (int r = 0; r < R; r++) {
+        F dot = to_float(dot8_sum(acc[r]));
+        if (IS_WIDE) dot = fma(dot, splat(float(PARTS)), to_float(dot8_sum(low[r])));
+        total[r] = fma(mul(dot, splat(x.scale[x.at(row + r, g)])), scale, total[r]);
+      }
+    }
+    for (int r = 0; r < R; r++) store(out + r * PANEL + v * W, total[r]);
+  }
+}
+
+// The same for activations of 16 bits in one piece.
+template <int R>
+OCTAVO_INLINE void wide_tile(const uint8_t* panel, const Rows& x, int row, int groups, Next next, float* out) {
+  const uint16_t* scales = (const uint16_t*)(panel + size_t(groups) * 512);
+  const int16_t* in = (const int16_t*)x.q + size_t(row) * groups * GROUP;
+  for (int v = 0; v < NV; v++) {
+    F total[R];
+    for (int r = 0; r < R; r++) total[r] = splat(0.0f);
+    for (int g = 0; g < groups; g++) {
+      if (R > 1 && v == 0) next.fetch();
+      I acc[R];
+      for (int r = 0; r < R; r++) acc[r] = zero_bits();
       for (int i = 0; i < 8; i++) {
         if (R == 1 && v == 0) prefetch(panel + size_t(g) * 512 + i * 64 + AHEAD);
         const I w = load_bits(panel + size_t(g) * 512 + i * 64 + v * W * 4);
-        for (int r = 0; r < R; r++) acc[r] = dot8(acc[r], w, splat4(in + (size_t(r) * groups + g) * GROUP + 4 * i));
+        for (int r = 0; r < R; r++) acc[r] = dot16(acc[r], w, in + (size_t(r) * groups + g) * GROUP + 4 * i);
       }
       const F scale = load_f16(scales + g * PANEL + v * W);
-      for (int r = 0; r < R; r++)
-        total[r] = fma(mul(to_float(dot8_sum(acc[r])), splat(in_scale[r * groups + g])), scale, total[r]);
+      for (int r = 0; r < R; r++) total[r] = fma(mul(to_float(acc[r]), splat(x.scale[x.at(row + r, g)])), scale, total[r]);
     }
     for (int r = 0; r < R; r++) store(out + r * PANEL + v * W, total[r]);
   }
 }
 
 template <Format FORMAT>
-constexpr int tile_rows = is_quantised(FORMAT) ? TILE_Q : TILE_F;
+constexpr int tile_rows = !is_quantised(FORMAT) ? TILE_F : HAS_DOT16 ? TILE_Q : TILE_Q / planes(FORMAT);
 
 // Inputs at once of a product in floats: a panel's part of them stays in the first-level cache while the rows pass.
 constexpr int INPUTS_AT_ONCE = 256;
@@ -148,9 +182,11 @@ template <Format FORMAT, int R>
 __attribute__((noinline)) void panel_tile(const uint8_t* panel, const Rows& x, int row, int begin, int end, Next next, float* out) {
   if constexpr (FORMAT == Format::Q4)
     q4_tile<R>(panel, x, row, x.groups, next, out);
-  else if constexpr (FORMAT == Format::Q8)
-    q8_tile<R>(panel, x, row, x.groups, next, out);
-  else if constexpr (FORMAT != Format::Q8F)
+  else if constexpr (planes(FORMAT) == 2 && HAS_DOT16)
+    wide_tile<R>(panel, x, row, x.groups, next, out);
+  else if constexpr (is_quantised(FORMAT))
+    q8_tile<FORMAT, R>(panel, x, row, x.groups, next, out);
+  else
     float_tile<FORMAT, R, 1>(panel, 0, x, row, begin, end, out);
 }
 
@@ -192,27 +228,23 @@ OCTAVO_INLINE void widen(const uint8_t* panel, int begin, int end, float* out) {
     }
 }
 
-// Inputs [begin, end) of an int8 panel as a float32 one; both are multiples of a group.
-OCTAVO_INLINE void widen_int8(const uint8_t* panel, int inputs, int begin, int end, float* out) {
-  const uint16_t* scales = (const uint16_t*)(panel + size_t(inputs) * PANEL);
-  for (int g = begin / GROUP; g < end / GROUP; g++)
-    for (int v = 0; v < NV; v++) {
-      const F scale = load_f16(scales + g * PANEL + v * W);
-      for (int i = 0; i < 8; i++) {
-        if (v == 0) prefetch(panel + size_t(g) * 512 + i * 64 + AHEAD);
-        const I bytes = load_bits(panel + size_t(g) * 512 + i * 64 + v * W * 4);
-        float* to = out + size_t(g * GROUP + 4 * i - begin) * PANEL + v * W;
-        for (int j = 0; j < 4; j++) store(to + j * PANEL, mul(to_float(signed_byte(bytes, j)), scale));
-      }
-    }
-}
-
 // Panels [first, last) with rows [row, end), at most `ROW_BLOCK`: done(panel, row, rows, results[rows][16]), panels in order for each tile
 // of rows.
 template <Format FORMAT, class Done>
 OCTAVO_INLINE void panels_with_rows(const Weights& w, int first, int last, const Rows& x, int row, int end, Done&& done) {
   alignas(64) float out[ROW_BLOCK * PANEL], wide[INPUTS_AT_ONCE * PANEL];
   int panel = first;
+#if OCTAVO_ISA == OCTAVO_AMX
+  if constexpr (is_quantised(FORMAT))
+    if (end - row >= TILES_FROM) {
+      const TileShapes shapes((end - row) % TILE_ROWS_AMX);
+      for (; panel < last; panel++) {
+        tile_panel<FORMAT>(w.panel(panel), x, row, end, out);
+        done(panel, row, end - row, out);
+      }
+      return;
+    }
+#endif
   if constexpr (FORMAT == Format::F32 || FORMAT == Format::BF16)
     if (end - row == 1)
       for (; panel + 2 <= last; panel += 2) {
@@ -232,9 +264,8 @@ OCTAVO_INLINE void panels_with_rows(const Weights& w, int first, int last, const
       row_tiles<FORMAT>(row, end, [&](int r, int rows) {
         float* part = out + (r - row) * PANEL;
         const Next next{lines ? w.panel(panel + 1) + size_t(tile++) * lines * groups * 64 : nullptr, lines};
-        if (FORMAT == Format::Q8F || (FORMAT == Format::BF16 && end - row >= WIDEN_FROM)) {
-          if (r == row && FORMAT == Format::Q8F) widen_int8(w.panel(panel), w.inputs, k, stop, wide);
-          if (r == row && FORMAT == Format::BF16) widen(w.panel(panel), k, stop, wide);
+        if (FORMAT == Format::BF16 && end - row >= WIDEN_FROM) {
+          if (r == row) widen(w.panel(panel), k, stop, wide);
           any_rows<Format::F32>(rows, (const uint8_t*)(wide - size_t(k) * PANEL), x, r, k, stop, next, part);
         } else {
           any_rows<FORMAT>(rows, w.panel(panel), x, r, k, stop, next, part);

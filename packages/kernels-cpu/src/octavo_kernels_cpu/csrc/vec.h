@@ -10,8 +10,9 @@
 #define OCTAVO_SCALAR 0
 #define OCTAVO_AVX2 1
 #define OCTAVO_AVX512 2
+#define OCTAVO_AMX 3
 #ifndef OCTAVO_ISA
-#error "define OCTAVO_ISA: 0 plain loops, 1 AVX2, 2 AVX-512"
+#error "define OCTAVO_ISA: 0 plain loops, 1 AVX2, 2 AVX-512, 3 AVX-512 and AMX tiles"
 #endif
 
 #if OCTAVO_ISA != OCTAVO_SCALAR
@@ -26,13 +27,14 @@ constexpr int PANEL = 16;  // outputs of a weight panel
 
 #if OCTAVO_ISA == OCTAVO_AVX2
 #include "vec_avx2.h"
-#elif OCTAVO_ISA == OCTAVO_AVX512
+#elif OCTAVO_ISA >= OCTAVO_AVX512
 #include "vec_avx512.h"
 #else
 #include "vec_scalar.h"
 #endif
 
 constexpr int NV = PANEL / W;  // vectors of a panel
+constexpr bool HAS_TILES = OCTAVO_ISA == OCTAVO_AMX;
 
 // e^x with a relative error below 2e-7. Source: Cody and Waite's reduction, the Taylor series of e^r on |r| <= ln(2)/2.
 OCTAVO_INLINE F exp_(F x) {

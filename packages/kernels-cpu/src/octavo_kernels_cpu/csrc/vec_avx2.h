@@ -78,9 +78,10 @@ OCTAVO_INLINE Dot4 dot4(Dot4 acc, I w, I x) {
 }
 OCTAVO_INLINE I dot4_sum(Dot4 acc) { return {_mm256_madd_epi16(acc.v, _mm256_set1_epi16(1))}; }
 
-// The same with weights -128..127.
+// The same with weights -128..127. `sum`: of the activations, for units that need it.
 struct Dot8 { __m256i v; };
-OCTAVO_INLINE Dot8 dot8_zero() { return {_mm256_setzero_si256()}; }
+OCTAVO_INLINE Dot8 dot8_start(int) { return {_mm256_setzero_si256()}; }
+OCTAVO_INLINE I dot8_weights(I w) { return w; }
 OCTAVO_INLINE Dot8 dot8(Dot8 acc, I w, I x) {
   __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w.v), _mm256_sign_epi8(x.v, w.v));
   __m256i sum = _mm256_add_epi32(acc.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
@@ -88,3 +89,13 @@ OCTAVO_INLINE Dot8 dot8(Dot8 acc, I w, I x) {
   return {sum};
 }
 OCTAVO_INLINE I dot8_sum(Dot8 acc) { return {acc.v}; }
+
+// Sums of products of bytes -128..127 with four numbers of 16 bits, which lie in the order 0, 2, 1, 3.
+constexpr bool HAS_DOT16 = true;
+OCTAVO_INLINE I dot16(I acc, I w, const int16_t* x) {
+  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(w.v, 8), 8), odd = _mm256_srai_epi16(w.v, 8);
+  __m256i sum = _mm256_add_epi32(acc.v, _mm256_madd_epi16(even, splat4((const int8_t*)x).v));
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(odd, splat4((const int8_t*)(x + 2)).v));
+  asm("" : "+x"(sum));
+  return {sum};
+}

@@ -32,6 +32,7 @@ OCTAVO_INLINE F load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loa
 
 // W pairs of 16-bit floats, the first of each pair in the low half.
 OCTAVO_INLINE I load_bits(const void* p) { return {_mm512_loadu_si512(p)}; }
+OCTAVO_INLINE void store_bits(void* p, I a) { _mm512_storeu_si512(p, a.v); }
 OCTAVO_INLINE F low_bf16(I a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}; }
 OCTAVO_INLINE F high_bf16(I a) { return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(int(0xffff0000u))))}; }
 
@@ -57,11 +58,12 @@ OCTAVO_INLINE Dot4 dot4_zero() { return {_mm512_setzero_si512()}; }
 OCTAVO_INLINE Dot4 dot4(Dot4 acc, I w, I x) { return {_mm512_dpbusd_epi32(acc.v, w.v, x.v)}; }
 OCTAVO_INLINE I dot4_sum(Dot4 acc) { return {acc.v}; }
 
-// The same with weights -128..127: moved up by 128 they are unsigned, and 128 times the activations' sum is taken off again.
-struct Dot8 { __m512i v, moved; };
-OCTAVO_INLINE Dot8 dot8_zero() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
-OCTAVO_INLINE Dot8 dot8(Dot8 acc, I w, I x) {
-  const __m512i top = _mm512_set1_epi8(-128);
-  return {_mm512_dpbusd_epi32(acc.v, _mm512_xor_si512(w.v, top), x.v), _mm512_dpbusd_epi32(acc.moved, top, x.v)};
-}
-OCTAVO_INLINE I dot8_sum(Dot8 acc) { return {_mm512_sub_epi32(acc.v, acc.moved)}; }
+// The same with weights -128..127: moved up by 128 they are unsigned, and 128 times the activations' sum is taken off beforehand.
+struct Dot8 { __m512i v; };
+OCTAVO_INLINE Dot8 dot8_start(int sum) { return {_mm512_set1_epi32(-128 * sum)}; }
+OCTAVO_INLINE I dot8_weights(I w) { return {_mm512_xor_si512(w.v, _mm512_set1_epi8(-128))}; }
+OCTAVO_INLINE Dot8 dot8(Dot8 acc, I w, I x) { return {_mm512_dpbusd_epi32(acc.v, w.v, x.v)}; }
+OCTAVO_INLINE I dot8_sum(Dot8 acc) { return {acc.v}; }
+
+constexpr bool HAS_DOT16 = false;
+OCTAVO_INLINE I dot16(I acc, I, const int16_t*) { return acc; }

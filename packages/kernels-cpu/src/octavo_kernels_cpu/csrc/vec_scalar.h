@@ -104,6 +104,16 @@ OCTAVO_INLINE Dot4 dot4_zero() { return {zero_bits()}; }
 OCTAVO_INLINE Dot4 dot4(Dot4 acc, I w, I x) { return {each_int([&](int i) { return acc.v.v[i] + four<uint8_t>(w.v[i], x.v[i]); })}; }
 OCTAVO_INLINE I dot4_sum(Dot4 acc) { return acc.v; }
 struct Dot8 { I v; };
-OCTAVO_INLINE Dot8 dot8_zero() { return {zero_bits()}; }
+OCTAVO_INLINE Dot8 dot8_start(int) { return {zero_bits()}; }
+OCTAVO_INLINE I dot8_weights(I w) { return w; }
 OCTAVO_INLINE Dot8 dot8(Dot8 acc, I w, I x) { return {each_int([&](int i) { return acc.v.v[i] + four<int8_t>(w.v[i], x.v[i]); })}; }
 OCTAVO_INLINE I dot8_sum(Dot8 acc) { return acc.v; }
+
+constexpr bool HAS_DOT16 = true;
+OCTAVO_INLINE I dot16(I acc, I w, const int16_t* x) {
+  return each_int([&](int i) {
+    int32_t total = acc.v[i];
+    for (int j = 0; j < 4; j++) total += int32_t(int8_t(uint32_t(w.v[i]) >> 8 * j)) * x[j % 2 * 2 + j / 2];
+    return total;
+  });
+}

@@ -14,16 +14,21 @@
 
 namespace octavo {
 
-// Q8F is Q8 for activations that stay floats: twice the work of int8 ones, none of their rounding.
+// Q8F is Q8 for activations of 16 bits, as two int8: twice the work of one, a 254th of its rounding.
 enum class Format : int { F32 = 0, BF16 = 1, Q8 = 2, Q4 = 3, Q8F = 4 };
 
 constexpr int GROUP = 32;  // inputs that share a scale
 
-// Activations enter as int8.
-constexpr bool is_quantised(Format format) { return format == Format::Q8 || format == Format::Q4; }
+// Rows there is room for, where activations enter as int8.
+constexpr int padded_rows(int rows) { return (rows + PANEL - 1) / PANEL * PANEL; }
 
-// Inputs come in groups that share a scale.
-constexpr bool is_grouped(Format format) { return is_quantised(format) || format == Format::Q8F; }
+// Activations enter as int8; inputs come in groups that share a scale.
+constexpr bool is_quantised(Format format) { return format == Format::Q8 || format == Format::Q4 || format == Format::Q8F; }
+
+constexpr int PARTS = 254;  // an activation of Q8F is (first + second / PARTS) · scale
+
+// int8 values a row has for each input.
+constexpr int planes(Format format) { return format == Format::Q8F ? 2 : 1; }
 
 constexpr int padded_inputs(Format format, int inputs) {
   return format == Format::F32 ? inputs : format == Format::BF16 ? (inputs + 1) / 2 * 2 : (inputs + GROUP - 1) / GROUP * GROUP;
@@ -52,14 +57,23 @@ struct Weights {
   const uint8_t* panel(int i) const { return data + size_t(i) * panel_bytes(format, inputs); }
 };
 
-// Rows that enter a product: as float32, or as int8 with a scale and the scaled sum of each group.
+// Rows that enter a product: as float32, or as int8 with a scale for each group and its sum: scaled for Q4, otherwise whole numbers.
+// `low` are the second values of Q8F, `low_sum` their sums. With units for 16 bits both values are one number, from `q` on, four in the
+// order 0, 2, 1, 3.
 struct Rows {
   const float* f;
   int stride;
-  const int8_t* q;
+  const int8_t *q, *low;
   const float* scale;
   const float* sum;
+  const int32_t *whole_sum, *low_sum;
   int groups;
+
+  // Where a row's scale and sum of a group are: for tiles, 16 rows side by side.
+  size_t at(int row, int group) const { return scale_at(row, group, groups); }
+  static size_t scale_at(int row, int group, int groups) {
+    return HAS_TILES ? (size_t(row / PANEL) * groups + group) * PANEL + row % PANEL : size_t(row) * groups + group;
+  }
 };
 
 }  // namespace octavo
