@@ -85,10 +85,11 @@ static void layer(Pool& pool, int round) {
   const bool more = any(0, 1);
   Projection p{heads, kv, dim, 1e-5f, gain.get(), more ? head_gain.get() : nullptr, more ? head_gain.get() : nullptr, qkv.weights};
   Rest r{Activation(any(0, 1)), 1e-5f, gain.get(), more ? gain.get() : nullptr, more ? gain.get() : nullptr, out.weights, gate_up.weights, down.weights};
+  const int singles = any(0, tokens);
   Buffer<uint8_t> a(projection_scratch(p, tokens)), b(rest_scratch(r, tokens));
   Team team(pool);
-  project(team, p, tokens, x.get(), angle.get(), angle.get(), q.get(), k.get(), v.get(), Scratch(a.get(), a.count));
-  finish(team, r, tokens, x.get(), q.get(), y.get(), Scratch(b.get(), b.count));
+  project(team, p, tokens, singles, x.get(), angle.get(), angle.get(), q.get(), k.get(), v.get(), Scratch(a.get(), a.count));
+  finish(team, r, tokens, singles, x.get(), q.get(), y.get(), Scratch(b.get(), b.count));
   for (size_t i = 0; i < y.count; i++)
     if (!(y.data[i] - y.data[i] == 0)) fail("a layer's answer is not finite", round);
 }

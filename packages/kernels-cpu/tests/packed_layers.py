@@ -55,13 +55,14 @@ def raw_of(values: np.ndarray, source: Source) -> tuple[Raw, np.ndarray]:
 
 
 def rounding(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Six standard deviations of what int8 activations in groups of 32 change, and float32 sums at their worst."""
+    """Six standard deviations of what int8 activations in groups of 32 change."""
     step = np.abs(x.reshape(len(x), -1, GROUP)).max(-1) / 127
     noise = np.sqrt(np.einsum("rg,ng->rn", step**2, (weight.reshape(len(weight), -1, GROUP) ** 2).sum(-1)) / 12)
-    return 6 * noise + sums(x, weight)
+    return 6 * noise
 
 
 def sums(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """What float32 sums lose at their worst."""
     return 2.0**-23 * x.shape[1] * (np.abs(x) @ np.abs(weight).T) + 1e-6
 
 

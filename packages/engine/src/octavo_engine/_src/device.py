@@ -147,8 +147,8 @@ class DevicePrograms:
             kv = self.attention.write(kv, 0, k, v, batch.slot_mapping)
             return kv, self.attention.attend(kv, 0, q, batch, scale=spec.score_scale, **rules)
 
-        # For layers that need not compute pads.
-        attend.live = batch.query_start[-1]  # type: ignore[attr-defined]
+        # For layers that need not compute pads, and those that compute prompts in another way than tokens alone in their row.
+        attend.live, attend.singles = batch.query_start[-1], batch.num_single  # type: ignore[attr-defined]
         return attend
 
     def copy(self, groups: tuple[int, ...], kv: tuple[Any, ...], copies: Int32[Array, "groups copies 2"]) -> tuple[Any, ...]:

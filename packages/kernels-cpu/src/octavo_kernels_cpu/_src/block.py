@@ -61,31 +61,35 @@ class Block(nnx.Module):
         self.library = Static(library)
 
     def __call__(self, kv: Any, stream: Any, attention: Any) -> tuple[Any, Any]:
-        """The layer's KV and the stream after it. Tokens from `attention.live` on, where it says so, are left as they are."""
-        x = stream.residual
-        live = getattr(attention, "live", None)
-        live = jnp.int32(len(x)) if live is None else live
-        cos, sin = stream.local if self.is_local else (stream.cos, stream.sin)
-        q, k, v = self._project(live, x, cos, sin)
-        kv, attended = attention(kv, q, k, v)
-        return kv, stream._replace(residual=self._finish(live, x, attended.astype(jnp.float32)))
+        """The layer's KV and the stream after it.
 
-    def _project(self, live: Array, x: Float32[Array, "tokens hidden"], cos: Array, sin: Array) -> tuple[Array, Array, Array]:
+        Where `attention` says so, tokens from `attention.live` on are left as they are, and from `attention.singles` on they belong to
+        prompts, which some machines compute in another arithmetic.
+        """
+        x = stream.residual
+        live = getattr(attention, "live", len(x))
+        counts = jnp.stack([jnp.asarray(n, jnp.int32) for n in (live, getattr(attention, "singles", live))])
+        cos, sin = stream.local if self.is_local else (stream.cos, stream.sin)
+        q, k, v = self._project(counts, x, cos, sin)
+        kv, attended = attention(kv, q, k, v)
+        return kv, stream._replace(residual=self._finish(counts, x, attended.astype(jnp.float32)))
+
+    def _project(self, counts: Array, x: Float32[Array, "tokens hidden"], cos: Array, sin: Array) -> tuple[Array, Array, Array]:
         tokens, hidden = x.shape
         shapes = [jax.ShapeDtypeStruct((tokens, n, self.head_dim), jnp.float32) for n in (self.heads, self.kv_heads, self.kv_heads)]
         widest = max(hidden, self.qkv.outputs)
         room = 2 * aligned(tokens * widest * 4) + row_bytes(self.qkv.form, tokens, hidden)
-        operands = (live, x, cos, sin, self.before[...], self.qkv.data[...])
+        operands = (counts, x, cos, sin, self.before[...], self.qkv.data[...])
         q, k, v, _ = call(
             self.library.value, "project", (*shapes, scratch(room)), *operands, format=self.qkv.form, parts=self.before_parts, eps=self.eps
         )  # fmt: skip
         return q, k, v
 
-    def _finish(self, live: Array, x: Float32[Array, "tokens hidden"], attended: Array) -> Float32[Array, "tokens hidden"]:
+    def _finish(self, counts: Array, x: Float32[Array, "tokens hidden"], attended: Array) -> Float32[Array, "tokens hidden"]:
         tokens, hidden = x.shape
         matrices = (self.out, self.gate_up, self.down)
         room = 2 * aligned(tokens * hidden * 4) + sum(row_bytes(m.form, tokens, m.inputs) for m in matrices)
-        operands = (live, x, attended, self.after[...], *(m.data[...] for m in matrices))
+        operands = (counts, x, attended, self.after[...], *(m.data[...] for m in matrices))
         y, _ = call(
             self.library.value, "finish", (jax.ShapeDtypeStruct(x.shape, jnp.float32), scratch(room)), *operands, aliases={1: 0},
             f_out=self.out.form, f_gate_up=self.gate_up.form, f_down=self.down.form, ffn=self.down.inputs,

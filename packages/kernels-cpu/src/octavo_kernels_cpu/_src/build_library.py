@@ -25,7 +25,7 @@ FLAGS: Final = {
     "scalar": ("-DOCTAVO_ISA=0", "-O1", "-ffp-contract=off"),
     "avx2": ("-DOCTAVO_ISA=1", "-O3", "-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-DOCTAVO_ISA=2", "-O3", *_AVX512),
-    "amx": ("-DOCTAVO_ISA=3", "-O3", *_AVX512, "-mamx-tile", "-mamx-int8"),
+    "amx": ("-DOCTAVO_ISA=3", "-O3", *_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
 }
 """Instruction sets. `scalar` is for tests and is not built by default."""
 SHIPPED: Final = ("avx2", "avx512", "amx")

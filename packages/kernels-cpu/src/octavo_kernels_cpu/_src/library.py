@@ -24,7 +24,7 @@ NEEDS: Final = {
     "scalar": frozenset[str](),
     "avx2": frozenset({"avx2", "fma", "f16c"}),
     "avx512": _AVX512,
-    "amx": _AVX512 | {"amx_tile", "amx_int8"},
+    "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"},
 }
 """Processor flags, as Linux names them."""
 ORDER: Final = ("amx", "avx512", "avx2")

@@ -116,11 +116,12 @@ def empty_aligned(num_bytes: int) -> np.ndarray:
 
 
 def row_bytes(form: int, rows: int, inputs: int) -> int:
-    """Scratch memory of rows on their way into a product."""
+    """Scratch memory of rows on their way into a product, as such or as a prompt's."""
+    prompt = aligned(-(-rows // PANEL) * PANEL * inputs * 2)
     if form not in (Format.Q8, Format.Q4, Format.Q8F):
-        return aligned(rows * inputs * 4)
+        return aligned(rows * inputs * 4) + prompt
     room, planes = -(-rows // PANEL) * PANEL, 2 if form == Format.Q8F else 1
-    return planes * aligned(room * inputs) + (1 + planes) * aligned(room * (inputs // GROUP) * 4)
+    return prompt + planes * aligned(room * inputs) + (1 + planes) * aligned(room * (inputs // GROUP) * 4)
 
 
 def aligned(num_bytes: int) -> int:

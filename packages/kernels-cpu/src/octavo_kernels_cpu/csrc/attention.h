@@ -9,6 +9,7 @@
 // its neighbours. Source: online softmax after Milakov and Gimelshein (2018).
 #pragma once
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "pool.h"
@@ -321,19 +322,36 @@ void attend_item(const Pools& p, const Batch& b, int heads, float scale, const f
   }
 }
 
+}  // namespace octavo
+
+#if OCTAVO_ISA == OCTAVO_AMX
+#include "attention_tiles.h"
+#else
+namespace octavo {
+constexpr int PROMPT_QUERIES = TILE_ROWS;
+inline bool has_attention_tiles(const Pools&, int) { return false; }
+inline void attend_prompt(const Pools&, const Batch&, int, float, const float*, float*, int, int, int, int) {}
+}  // namespace octavo
+#endif
+
+namespace octavo {
+
 // Attention of every live token; what lies beyond the last is left as it is.
 inline void attend(Team& team, const Pools& p, const Batch& b, int heads, float scale, const float* q, float* out) {
-  const int at_once = std::max(1, TILE_ROWS / (heads / p.kv_heads));
+  const int group = heads / p.kv_heads;
+  const bool tiles = has_attention_tiles(p, group);
+  auto at_once = [&](int queries) { return std::max(1, (tiles && queries > 1 ? PROMPT_QUERIES : TILE_ROWS) / group); };
   std::vector<Item> items;
   const bool many = b.num_rows >= ROWS_A_THREAD * team.threads();
   for (int row = 0; row < b.num_rows; row++) {
     const int queries = b.query_start[row + 1] - b.query_start[row], together = many && queries == 1 ? p.kv_heads : 1;
-    for (int first = 0; first < queries; first += at_once)
+    for (int first = 0; first < queries; first += at_once(queries))
       for (int head = 0; head < p.kv_heads; head += together) items.push_back({row, head, together, first});
   }
   team.run(int(items.size()), [&](int i) {
     const Item item = items[i];
-    const int count = std::min(at_once, b.query_start[item.row + 1] - b.query_start[item.row] - item.first);
+    const int queries = b.query_start[item.row + 1] - b.query_start[item.row], count = std::min(at_once(queries), queries - item.first);
+    if (tiles && queries > 1) return attend_prompt(p, b, heads, scale, q, out, item.row, item.head, item.first, count);
     auto run = [&](auto bf16, auto tile) {
       attend_item<decltype(bf16)::value, decltype(tile)::value>(p, b, heads, scale, q, out, item, count);
     };

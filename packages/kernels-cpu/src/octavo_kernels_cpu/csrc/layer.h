@@ -4,16 +4,29 @@
 #pragma once
 #include "pool.h"
 #include "product.h"
+#if OCTAVO_ISA == OCTAVO_AMX
+#include "prompts.h"
+#endif
 
 namespace octavo {
+
+#if OCTAVO_ISA != OCTAVO_AMX
+constexpr bool has_prompt_tiles(Format, int) { return false; }
+inline size_t prompt_bytes(Format, int, int) { return 0; }
+OCTAVO_INLINE void to_tiles(const float*, int, int, int, int, uint16_t*) {}
+constexpr int PROMPT_ROWS = ROW_BLOCK, PROMPT_BLOCK = ROW_BLOCK;
+template <Format, int, class Done>
+void prompt_panels(const Weights&, int, int, const uint16_t*, int, int, int, Done&&) {}
+#endif
 
 constexpr size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // Bytes of `rows` rows of `inputs` values on their way into a product of this format.
 inline size_t rows_bytes(Format format, int rows, int inputs) {
-  if (!is_quantised(format)) return aligned(size_t(rows) * inputs * 4);
+  const size_t prompt = aligned(prompt_bytes(format, rows, inputs));
+  if (!is_quantised(format)) return prompt + aligned(size_t(rows) * inputs * 4);
   const size_t groups = inputs / GROUP, room = padded_rows(rows);
-  return planes(format) * aligned(room * inputs) + (1 + planes(format)) * aligned(room * groups * 4);
+  return prompt + planes(format) * aligned(room * inputs) + (1 + planes(format)) * aligned(room * groups * 4);
 }
 
 class Scratch {
@@ -38,9 +51,15 @@ struct RowsOut {
   int8_t *q = nullptr, *low = nullptr;
   float *scale = nullptr, *sum = nullptr;
   int32_t* low_sum = nullptr;
-  int inputs = 0;
+  uint16_t* prompt = nullptr;
+  int inputs = 0, singles = 0;
 
-  RowsOut(Format format, int rows, int inputs, Scratch& scratch) : format(format), inputs(inputs) {
+  // The first `singles` rows are alone in their step; the others are prompts.
+  RowsOut(Format format, int rows, int singles, int inputs, Scratch& scratch) : format(format), inputs(inputs), singles(rows) {
+    if (singles < rows && has_prompt_tiles(format, inputs)) {
+      this->singles = singles;
+      prompt = scratch.take<uint16_t>(size_t(padded_rows(rows - singles)) * inputs);
+    }
     if (!is_quantised(format)) {
       f = scratch.take<float>(size_t(rows) * inputs);
       return;
@@ -53,7 +72,11 @@ struct RowsOut {
     low = q + room * inputs;
     low_sum = scratch.take<int32_t>(room * (inputs / GROUP));
   }
-  Rows rows() const { return {f, inputs, q, low, scale, sum, (const int32_t*)sum, low_sum, inputs / GROUP}; }
+  Rows rows() const { return {f, inputs, q, low, scale, sum, (const int32_t*)sum, low_sum, inputs / GROUP, prompt, singles}; }
+  bool is_prompt(int row) const { return row >= singles; }
+  OCTAVO_INLINE void fill_prompt(const float* x, int row, int first, int count) const {
+    to_tiles(x, row - singles, first, count, inputs, prompt);
+  }
   OCTAVO_INLINE void quantise(const float* x, int row, int group) const;
 };
 
@@ -101,6 +124,7 @@ OCTAVO_INLINE void RowsOut::quantise(const float* x, int row, int group) const {
 }
 
 OCTAVO_INLINE void fill_row(const float* x, int row, const RowsOut& out) {
+  if (out.is_prompt(row)) return out.fill_prompt(x, row, 0, out.inputs);
   if (out.f) {
     std::memcpy(out.f + size_t(row) * out.inputs, x, size_t(out.inputs) * 4);
     return;
@@ -135,26 +159,28 @@ inline void enter(Team& team, const float* x, const float* gain, float eps, int 
   each_row(team, rows, [&](int row) {
     const float* from = x + size_t(row) * size;
     if (gain) {
-      float* to = out.f ? out.f + size_t(row) * size : spare + size_t(row) * size;
+      const bool stays = out.f && !out.is_prompt(row);
+      float* to = stays ? out.f + size_t(row) * size : spare + size_t(row) * size;
       rms_norm(from, gain, eps, size, to);
-      if (out.f) return;
+      if (stays) return;
       from = to;
     }
     fill_row(from, row, out);
   });
 }
 
-// Calls task(first panel, last panel, row, end) over all panels and rows, in multiples of `unit` panels.
+// Calls task(first panel, last panel, row, end) over all panels and rows [begin, rows), in multiples of `unit` panels and of `block` rows.
 template <class Fn>
-void share_out(Team& team, int panels, int rows, int unit, Fn&& task) {
-  const int blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+void share_out(Team& team, int panels, int begin, int rows, int block, int unit, Fn&& task) {
+  const int blocks = (rows - begin + block - 1) / block;
+  if (blocks <= 0) return;
   const int units = (panels + unit - 1) / unit;
   const int wanted = std::max(1, team.threads() * 6 / std::max(1, blocks));
   const int each = std::max(1, (units + wanted - 1) / wanted) * unit;
   const int chunks = (panels + each - 1) / each;
   team.run(chunks * blocks, [&](int i) {
-    const int chunk = i % chunks, block = i / chunks;
-    task(chunk * each, std::min(panels, (chunk + 1) * each), block * ROW_BLOCK, std::min(rows, (block + 1) * ROW_BLOCK));
+    const int chunk = i % chunks, row = begin + i / chunks * block;
+    task(chunk * each, std::min(panels, (chunk + 1) * each), row, std::min(rows, row + block));
   });
 }
 
@@ -171,24 +197,29 @@ void with_format(Format format, Fn&& f) {
 
 // out[row] = (base[row] +) W x[row] (+ bias); rows of `out` are w.outputs apart. `base` may be `out`.
 inline void product(Team& team, const Weights& w, const Rows& x, int rows, const float* base, float* out) {
-  with_format(w.format, [&](auto format) {
-    share_out(team, num_panels(w.outputs), rows, 1, [&](int first, int last, int row, int end) {
-      panels_with_rows<decltype(format)::value>(w, first, last, x, row, end, [&](int panel, int r, int count, const float* y) {
-        const int n = panel * PANEL, width = std::min(PANEL, w.outputs - n);
-        for (int i = 0; i < count; i++, y += PANEL) {
-          const size_t at = size_t(r + i) * w.outputs + n;
-          if (width == PANEL) {
-            for (int v = 0; v < NV; v++) {
-              F value = load(y + v * W);
-              if (w.bias) value = add(value, load(w.bias + n + v * W));
-              if (base) value = add(load(base + at + v * W), value);
-              store(out + at + v * W, value);
-            }
-          } else {
-            for (int j = 0; j < width; j++) out[at + j] = (base ? base[at + j] : 0.0f) + (y[j] + (w.bias ? w.bias[n + j] : 0.0f));
-          }
+  auto done = [&](int panel, int r, int count, const float* y) {
+    const int n = panel * PANEL, width = std::min(PANEL, w.outputs - n);
+    for (int i = 0; i < count; i++, y += PANEL) {
+      const size_t at = size_t(r + i) * w.outputs + n;
+      if (width == PANEL) {
+        for (int v = 0; v < NV; v++) {
+          F value = load(y + v * W);
+          if (w.bias) value = add(value, load(w.bias + n + v * W));
+          if (base) value = add(load(base + at + v * W), value);
+          store(out + at + v * W, value);
         }
-      });
+      } else {
+        for (int j = 0; j < width; j++) out[at + j] = (base ? base[at + j] : 0.0f) + (y[j] + (w.bias ? w.bias[n + j] : 0.0f));
+      }
+    }
+  };
+  const int panels = num_panels(w.outputs), singles = std::min(rows, x.singles);
+  with_format(w.format, [&](auto format) {
+    constexpr Format FORMAT = decltype(format)::value;
+    share_out(team, panels, 0, singles, ROW_BLOCK, 1,
+              [&](int first, int last, int row, int end) { panels_with_rows<FORMAT>(w, first, last, x, row, end, done); });
+    share_out(team, panels, singles, rows, PROMPT_BLOCK, 2, [&](int first, int last, int row, int end) {
+      prompt_panels<FORMAT, 2>(w, first, last, x.prompt, singles, row, end, done);
     });
   });
 }
@@ -202,37 +233,64 @@ OCTAVO_INLINE F activate(Activation kind, F x) {
   return mul(x, sigmoid(add(u, u)));
 }
 
-// h = act(gate x) · (up x) as rows that enter the next product. Panels alternate gate, up.
+// Gate and up of a few rows from `row` on become act(gate) · up, as rows that enter the next product. Panels alternate gate, up.
+struct Gated {
+  static constexpr int UNIT = 2 * GROUP / PANEL;
+  static constexpr int ROWS = std::max(ROW_BLOCK, PROMPT_ROWS);
+  const Weights& w;
+  Activation kind;
+  const RowsOut& h;
+  alignas(64) float gate[ROWS * PANEL], both[ROWS * GROUP];
+
+  // Results of one panel.
+  OCTAVO_INLINE void take(int panel, int unit, int local, int count, const float* y) {
+    for (int i = 0; i < count; i++, local++)
+      for (int v = 0; v < NV; v++) {
+        F value = load(y + i * PANEL + v * W);
+        if (w.bias) value = add(value, load(w.bias + panel * PANEL + v * W));
+        float* g = gate + local * PANEL + v * W;
+        if (panel % 2 == 0)
+          store(g, value);
+        else
+          store(both + local * GROUP + (panel - unit) / 2 * PANEL + v * W, mul(activate(kind, load(g)), value));
+      }
+  }
+  // All panels [unit, stop) of rows [row, end) were taken.
+  OCTAVO_INLINE void leave(int unit, int stop, int row, int end) const {
+    const int n = unit / 2 * PANEL, width = (stop - unit) / 2 * PANEL;
+    for (int r = row; r < end; r++) {
+      const float* from = both + (r - row) * GROUP;
+      if (h.is_prompt(r))
+        h.fill_prompt(from, r, n, width);
+      else if (h.f)
+        std::memcpy(h.f + size_t(r) * h.inputs + n, from, size_t(width) * 4);
+      else
+        h.quantise(from, r, n / GROUP);
+    }
+  }
+};
+
+// h = act(gate x) · (up x). Where x has prompts, h has them too.
 inline void gated(Team& team, const Weights& w, Activation kind, const Rows& x, int rows, const RowsOut& h) {
-  constexpr int UNIT = 2 * GROUP / PANEL;
+  constexpr int UNIT = Gated::UNIT;
+  const int panels = num_panels(w.outputs), singles = std::min(rows, x.singles);
   with_format(w.format, [&](auto format) {
-    share_out(team, num_panels(w.outputs), rows, UNIT, [&](int first, int last, int row, int end) {
-      alignas(64) float gate[ROW_BLOCK * PANEL], both[ROW_BLOCK * GROUP];
+    constexpr Format FORMAT = decltype(format)::value;
+    share_out(team, panels, 0, singles, ROW_BLOCK, UNIT, [&](int first, int last, int row, int end) {
+      Gated part{w, kind, h};
       for (int unit = first; unit < last; unit += UNIT) {
         const int stop = std::min(unit + UNIT, last);
-        panels_with_rows<decltype(format)::value>(w, unit, stop, x, row, end, [&](int panel, int r, int count, const float* y) {
-          for (int i = 0; i < count; i++)
-            for (int v = 0; v < NV; v++) {
-              const int local = r + i - row;
-              F value = load(y + i * PANEL + v * W);
-              if (w.bias) value = add(value, load(w.bias + panel * PANEL + v * W));
-              float* g = gate + local * PANEL + v * W;
-              if (panel % 2 == 0)
-                store(g, value);
-              else
-                store(both + local * GROUP + (panel - unit) / 2 * PANEL + v * W, mul(activate(kind, load(g)), value));
-            }
-        });
-        const int n = unit / 2 * PANEL, width = (stop - unit) / 2 * PANEL;
-        for (int r = row; r < end; r++) {
-          const float* from = both + (r - row) * GROUP;
-          if (h.f) {
-            std::memcpy(h.f + size_t(r) * h.inputs + n, from, size_t(width) * 4);
-          } else {
-            h.quantise(from, r, n / GROUP);
-          }
-        }
+        panels_with_rows<FORMAT>(w, unit, stop, x, row, end, [&](int panel, int r, int count, const float* y) { part.take(panel, unit, r - row, count, y); });
+        part.leave(unit, stop, row, end);
       }
+    });
+    share_out(team, panels, singles, rows, PROMPT_BLOCK, UNIT, [&](int first, int last, int row, int end) {
+      Gated part{w, kind, h};
+      prompt_panels<FORMAT, UNIT>(w, first, last, x.prompt, singles, row, end, [&](int panel, int r, int count, const float* y) {
+        const int unit = first + (panel - first) / UNIT * UNIT, stop = std::min(unit + UNIT, last);
+        part.take(panel, unit, 0, count, y);
+        if (panel + 1 == stop) part.leave(unit, stop, r, r + count);
+      });
     });
   });
 }
@@ -263,13 +321,13 @@ OCTAVO_INLINE void rotate(const float* x, const float* cos, const float* sin, in
   }
 }
 
-// q, k, v of the first `tokens` rows of x: norm, product, norm of heads where there is one, rotation.
-inline void project(Team& team, const Projection& p, int tokens, const float* x, const float* cos, const float* sin, float* q, float* k,
+// q, k, v of the first `tokens` rows of x, of which all from `singles` on are prompts: norm, product, norm of heads where there is one, rotation.
+inline void project(Team& team, const Projection& p, int tokens, int singles, const float* x, const float* cos, const float* sin, float* q, float* k,
                     float* v, Scratch scratch) {
   const int hidden = p.qkv.inputs, wide = p.qkv.outputs, dim = p.head_dim;
   float* spare = scratch.take<float>(size_t(tokens) * std::max(hidden, wide));
   float* qkv = scratch.take<float>(size_t(tokens) * std::max(hidden, wide));
-  RowsOut in(p.qkv.format, tokens, hidden, scratch);
+  RowsOut in(p.qkv.format, tokens, singles, hidden, scratch);
   enter(team, x, p.gain, p.eps, tokens, hidden, spare, in);
   product(team, p.qkv, in.rows(), tokens, nullptr, qkv);
   each_row(team, tokens, [&](int t) {
@@ -298,13 +356,13 @@ inline size_t rest_scratch(const Rest& r, int tokens) {
 }
 
 // x + out(attended), then + down(act(gate(norm)) · up(norm)) of the first `tokens` rows. `y` may be `x`.
-inline void finish(Team& team, const Rest& r, int tokens, const float* x, const float* attended, float* y, Scratch scratch) {
+inline void finish(Team& team, const Rest& r, int tokens, int singles, const float* x, const float* attended, float* y, Scratch scratch) {
   const int hidden = r.out.outputs;
   float* spare = scratch.take<float>(size_t(tokens) * hidden);
   float* update = scratch.take<float>(size_t(tokens) * hidden);
-  RowsOut a(r.out.format, tokens, r.out.inputs, scratch);
-  RowsOut b(r.gate_up.format, tokens, hidden, scratch);
-  RowsOut c(r.down.format, tokens, r.down.inputs, scratch);
+  RowsOut a(r.out.format, tokens, singles, r.out.inputs, scratch);
+  RowsOut b(r.gate_up.format, tokens, singles, hidden, scratch);
+  RowsOut c(r.down.format, tokens, singles, r.down.inputs, scratch);
   auto onto = [&](const Weights& w, const Rows& in, const float* base, const float* gain) {
     if (!gain) return product(team, w, in, tokens, base, y);
     product(team, w, in, tokens, nullptr, update);
@@ -333,7 +391,7 @@ inline int without_zeros(const float* x, int rows, int size) {
 // Products of `rows` rows with one matrix: the head.
 inline void score(Team& team, const Weights& w, int rows, const float* x, float* y, Scratch scratch) {
   const int live = without_zeros(x, rows, w.inputs);
-  RowsOut in(w.format, rows, w.inputs, scratch);
+  RowsOut in(w.format, rows, rows, w.inputs, scratch);
   enter(team, x, nullptr, 0, live, w.inputs, nullptr, in);
   product(team, w, in.rows(), live, nullptr, y);
   each_row(team, rows - live, [&](int row) {

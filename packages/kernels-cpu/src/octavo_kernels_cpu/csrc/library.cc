@@ -58,7 +58,11 @@ void clear_pads(const Any& buffer, int live, int tokens) {
   std::memset(at<float>(buffer) + live * width, 0, (tokens - live) * width * 4);
 }
 
-int live_tokens(const Any& live, int tokens) { return std::clamp(*at<int32_t>(live), 0, tokens); }
+// Live tokens of a step, and those of them before the first prompt.
+struct Counts {
+  int live, singles;
+  Counts(const Any& counts, int tokens) : live(std::clamp(at<int32_t>(counts)[0], 0, tokens)), singles(std::clamp(at<int32_t>(counts)[1], 0, live)) {}
+};
 
 // Parts of one vector of floats, one behind the other; a part that is not there is null.
 class Floats {
@@ -80,7 +84,7 @@ class Floats {
 int64_t padded(int outputs) { return num_panels(outputs) * int64_t(PANEL); }
 
 // Bits of `parts`: which of the optional vectors of floats there are, in the order of the operands.
-ffi::Error Project(Any live, Any x, Any cos, Any sin, Any floats, Any w, ffi::Result<Any> q, ffi::Result<Any> k, ffi::Result<Any> v,
+ffi::Error Project(Any counts, Any x, Any cos, Any sin, Any floats, Any w, ffi::Result<Any> q, ffi::Result<Any> k, ffi::Result<Any> v,
                    ffi::Result<Any> scratch, int64_t format, int64_t parts, float eps) {
   const int tokens = dim(x, 0), hidden = dim(x, 1), heads = dim(*q, 1), kv_heads = dim(*k, 1), head_dim = dim(*q, 2);
   const int wide = (heads + 2 * kv_heads) * head_dim;
@@ -94,15 +98,16 @@ ffi::Error Project(Any live, Any x, Any cos, Any sin, Any floats, Any w, ffi::Re
   if (!rest.fits()) return refused("projection: norms or biases have another size");
   const Projection p{heads, kv_heads, head_dim, eps, gain, q_gain, k_gain, weights(w, bias, format, wide, hidden)};
   if (size(*scratch) < int64_t(projection_scratch(p, tokens))) return refused("projection: too little scratch memory");
-  const int count = live_tokens(live, tokens);
-  clear_pads(*q, count, tokens), clear_pads(*k, count, tokens), clear_pads(*v, count, tokens);
+  if (size(counts) != 2) return refused("projection: counts are two numbers");
+  const Counts step(counts, tokens);
+  clear_pads(*q, step.live, tokens), clear_pads(*k, step.live, tokens), clear_pads(*v, step.live, tokens);
   Team team(pool());
-  project(team, p, count, at<float>(x), at<float>(cos), at<float>(sin), at<float>(*q), at<float>(*k), at<float>(*v),
+  project(team, p, step.live, step.singles, at<float>(x), at<float>(cos), at<float>(sin), at<float>(*q), at<float>(*k), at<float>(*v),
           Scratch(at<uint8_t>(*scratch), size(*scratch)));
   return ffi::Error::Success();
 }
 
-ffi::Error Finish(Any live, Any x, Any attended, Any floats, Any w_out, Any w_gate_up, Any w_down, ffi::Result<Any> y,
+ffi::Error Finish(Any counts, Any x, Any attended, Any floats, Any w_out, Any w_gate_up, Any w_down, ffi::Result<Any> y,
                   ffi::Result<Any> scratch, int64_t f_out, int64_t f_gate_up, int64_t f_down, int64_t ffn, int64_t activation, int64_t parts,
                   float eps) {
   const int tokens = dim(x, 0), hidden = dim(x, 1), wide = int(size(attended) / std::max(tokens, 1));
@@ -123,8 +128,10 @@ ffi::Error Finish(Any live, Any x, Any attended, Any floats, Any w_out, Any w_ga
                weights(w_gate_up, b_gate_up, f_gate_up, int(2 * ffn), hidden), weights(w_down, b_down, f_down, hidden, int(ffn))};
   if (size(*scratch) < int64_t(rest_scratch(r, tokens))) return refused("layer: too little scratch memory");
   if (y->untyped_data() != x.untyped_data()) std::memcpy(at<float>(*y), at<float>(x), size(x) * 4);
+  if (size(counts) != 2) return refused("layer: counts are two numbers");
+  const Counts step(counts, tokens);
   Team team(pool());
-  finish(team, r, live_tokens(live, tokens), at<float>(*y), at<float>(attended), at<float>(*y), Scratch(at<uint8_t>(*scratch), size(*scratch)));
+  finish(team, r, step.live, step.singles, at<float>(*y), at<float>(attended), at<float>(*y), Scratch(at<uint8_t>(*scratch), size(*scratch)));
   return ffi::Error::Success();
 }
 

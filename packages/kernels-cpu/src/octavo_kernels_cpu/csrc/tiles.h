@@ -12,19 +12,23 @@ constexpr int TILES_FROM = 5;      // rows from which on tiles pay
 constexpr int GROUPS_AT_ONCE = 32;  // groups of a panel whose weights lie unpacked in the first-level cache
 
 // The shapes of the eight tile registers, for one thread, as long as this lives: XLA's own kernels count on finding theirs again.
-// 0, 1: sums of 16 rows; 2: 16 rows; 3: weights; 4, 5 and 6: like 0, 1 and 2 for the rows of the last tile.
 class TileShapes {
  public:
-  explicit TileShapes(int rest) {
-    asm volatile("sttilecfg %0" : "=m"(before_)::"memory");
+  // All of 16 rows of 64 bytes.
+  TileShapes() {
     Config mine = {};
-    mine.palette = 1;
+    for (int i = 0; i < 8; i++) mine.rows[i] = 16, mine.row_bytes[i] = 64;
+    take(mine);
+  }
+  // For groups of int8. 0, 1: sums of 16 rows; 2: 16 rows; 3: weights; 4, 5 and 6: like 0, 1 and 2 for the `rest` rows of the last tile.
+  explicit TileShapes(int rest) {
+    Config mine = {};
     const int rows[] = {16, 16, 16, GROUP / 4, rest, rest, rest};
     for (int i = 0; i < 7; i++) {
       mine.rows[i] = uint8_t(rows[i] ? rows[i] : 1);
       mine.row_bytes[i] = i == 2 || i == 6 ? GROUP : 64;
     }
-    asm volatile("ldtilecfg %0" ::"m"(mine) : "memory");
+    take(mine);
   }
   ~TileShapes() {
     if (before_.palette)
@@ -41,6 +45,11 @@ class TileShapes {
     uint16_t row_bytes[16];
     uint8_t rows[16];
   };
+  void take(Config& mine) {
+    asm volatile("sttilecfg %0" : "=m"(before_)::"memory");
+    mine.palette = 1;
+    asm volatile("ldtilecfg %0" ::"m"(mine) : "memory");
+  }
   Config before_;
 };
 

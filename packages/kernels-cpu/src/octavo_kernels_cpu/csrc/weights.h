@@ -68,6 +68,8 @@ struct Rows {
   const float* sum;
   const int32_t *whole_sum, *low_sum;
   int groups;
+  const uint16_t* prompt;  // of the rows from `singles` on, in bfloat16; then they are nowhere else
+  int singles;
 
   // Where a row's scale and sum of a group are: for tiles, 16 rows side by side.
   size_t at(int row, int group) const { return scale_at(row, group, groups); }
