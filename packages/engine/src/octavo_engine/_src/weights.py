@@ -106,7 +106,7 @@ def _load_packed(
     def pack(model: Any, stored: Any) -> Any:
         nonlocal mode, why
         mode, why = _quantization(config, made.has_native_blocks(model, stored))
-        return made.pack(model, stored, mode)
+        return made.pack(model, stored, mode, is_exact=mode == "none" and dtype[0] == "float32")
 
     # The stream, norms and attention are float32 whatever the weights are.
     model, packed = load_packed(checkpoint, pack, dtype="float32")

@@ -48,9 +48,9 @@ class Block(nnx.Module):
 
     def __init__(
         self, library: Library, norms: Norms, qkv: Matrix, out: Matrix, gate_up: Matrix, down: Matrix, *, heads: int, kv_heads: int,
-        head_dim: int, activation: str, is_local: bool = False,
+        head_dim: int, activation: str, is_local: bool = False, is_exact: bool = False,
     ) -> None:  # fmt: skip
-        self.isa, self.eps, self.is_local = library.isa, float(norms.eps), is_local
+        self.isa, self.eps, self.is_local, self.is_exact = library.isa, float(norms.eps), is_local, is_exact
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.activation = ACTIVATIONS.index(activation)
         self.qkv, self.out, self.gate_up, self.down = qkv, out, gate_up, down
@@ -64,11 +64,12 @@ class Block(nnx.Module):
         """The layer's KV and the stream after it.
 
         Where `attention` says so, tokens from `attention.live` on are left as they are, and from `attention.singles` on they belong to
-        prompts, which some machines compute in another arithmetic.
+        prompts, which some machines compute in bfloat16 unless the layer is exact.
         """
         x = stream.residual
         live = getattr(attention, "live", len(x))
-        counts = jnp.stack([jnp.asarray(n, jnp.int32) for n in (live, getattr(attention, "singles", live))])
+        singles = live if self.is_exact else getattr(attention, "singles", live)
+        counts = jnp.stack([jnp.asarray(n, jnp.int32) for n in (live, singles)])
         cos, sin = stream.local if self.is_local else (stream.cos, stream.sin)
         q, k, v = self._project(counts, x, cos, sin)
         kv, attended = attention(kv, q, k, v)

@@ -70,7 +70,7 @@ class Packer:
         for block in model.blocks:
             check_form(block)
 
-    def pack(self, model: Any, stored: Stored, quantization: Quantization) -> Packed:
+    def pack(self, model: Any, stored: Stored, quantization: Quantization, *, is_exact: bool = False) -> Packed:
         """Replace every layer and the head.
 
         Args:
@@ -78,12 +78,13 @@ class Packer:
             stored: Its weights.
             quantization: `none`: values as they are, float32 arithmetic. `stored`: 4- and 8-bit blocks of the checkpoint as they are, others
                 as `none`. `q4`: the same, refused where there are no 4-bit blocks. `int8`: all weights as int8.
+            is_exact: Prompts are not computed in bfloat16 either, where kernels would.
 
         Raises:
             NotImplementedError: The model has another form, or its weights cannot be packed so; nothing of it is changed.
         """
         self.check(model)
-        work = _Work(self._library, stored, quantization)
+        work = _Work(self._library, stored, quantization, is_exact)
         blocks = [work.block(block) for block in model.blocks]
         head = Head(self._library, work.matrix(model.embed if model.head is None else model.head, is_head=True))
         if quantization == "q4" and not work.forms[Format.Q4]:
@@ -120,8 +121,8 @@ def check_form(block: Any) -> None:
 class _Work:
     """One model's packing."""
 
-    def __init__(self, library: Library, stored: Stored, quantization: Quantization) -> None:
-        self._library, self._stored, self._quantization = library, stored, quantization
+    def __init__(self, library: Library, stored: Stored, quantization: Quantization, is_exact: bool) -> None:
+        self._library, self._stored, self._quantization, self._is_exact = library, stored, quantization, is_exact
         self.forms: Counter[Format] = Counter()
         self.num_bytes = 0
 
@@ -140,6 +141,7 @@ class _Work:
             head_dim=attention.head_dim,
             activation=getattr(mlp, "act", "silu"),
             is_local=getattr(block, "is_local", False),
+            is_exact=self._is_exact,
         )
 
     def _norms(self, block: Any) -> Norms:
