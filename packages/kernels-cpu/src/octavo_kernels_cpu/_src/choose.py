@@ -74,7 +74,9 @@ def check_agreement(library: Library, oracle: Library) -> None:
             raise NotImplementedError(f"its {library.isa} products in {form.name} differ from {oracle.isa} ones on this machine")
     found, wanted = (_attended(CpuAttention(one)) for one in (library, oracle))
     prompts = 0.02 if library.isa == "amx" else 1e-6
-    if not np.allclose(found[:1], wanted[:1], rtol=1e-5, atol=1e-6) or not np.allclose(found[1:], wanted[1:], rtol=1e-5, atol=prompts):
+    if not np.allclose(found[:1], wanted[:1], rtol=1e-5, atol=1e-6) or not np.allclose(
+        found[1:], wanted[1:], rtol=1e-5, atol=prompts
+    ):
         raise NotImplementedError(f"its {library.isa} attention differs from the {oracle.isa} one on this machine")
 
 

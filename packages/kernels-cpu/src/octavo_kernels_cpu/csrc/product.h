@@ -236,7 +236,7 @@ OCTAVO_INLINE void panels_with_rows(const Weights& w, int first, int last, const
   int panel = first;
 #if OCTAVO_ISA == OCTAVO_AMX
   if constexpr (is_quantised(FORMAT))
-    if (end - row >= TILES_FROM) {
+    if (end - row >= tiles_from(FORMAT)) {
       const TileShapes shapes((end - row) % TILE_ROWS_AMX);
       for (; panel < last; panel++) {
         tile_panel<FORMAT>(w.panel(panel), x, row, end, out);

@@ -8,7 +8,8 @@
 namespace octavo {
 
 constexpr int TILE_ROWS_AMX = 16;
-constexpr int TILES_FROM = 5;      // rows from which on tiles pay
+// Rows from which on tiles pay.
+constexpr int tiles_from(Format format) { return format == Format::Q4 ? 13 : 5; }
 constexpr int GROUPS_AT_ONCE = 32;  // groups of a panel whose weights lie unpacked in the first-level cache
 
 // The shapes of the eight tile registers, for one thread, as long as this lives: XLA's own kernels count on finding theirs again.
