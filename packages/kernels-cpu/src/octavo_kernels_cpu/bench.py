@@ -67,15 +67,17 @@ def layers(library: Library) -> list[Block]:
     """Random layers; the same for every library."""
     rng, made = np.random.default_rng(0), []
     for _ in range(LAYERS):
-        gains = [np.ones(HIDDEN, np.float32), np.ones(HIDDEN, np.float32)]
+        gain = np.ones(HIDDEN, np.float32)
         wide = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-        shapes = {"qkv": (wide, HIDDEN), "out": (HIDDEN, HEADS * HEAD_DIM), "gate_up": (2 * FFN, HIDDEN), "down": (HIDDEN, FFN)}
-        weights = {
-            name: weight(library, rng, *shape, bits=4, order=gate_up_order(FFN) if name == "gate_up" else None)
-            for name, shape in shapes.items()
-        }
-        norms = Norms(*gains, None, None, None, None, 1e-5)
-        made.append(Block(library, norms, **weights, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, activation="silu"))
+        qkv = weight(library, rng, wide, HIDDEN, bits=4)
+        out = weight(library, rng, HIDDEN, HEADS * HEAD_DIM, bits=4)
+        gate_up = weight(library, rng, 2 * FFN, HIDDEN, bits=4, order=gate_up_order(FFN))
+        down = weight(library, rng, HIDDEN, FFN, bits=4)
+        norms = Norms(gain, gain, None, None, None, None, 1e-5)
+        block = Block(
+            library, norms, qkv, out, gate_up, down, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, activation="silu"
+        )  # fmt: skip
+        made.append(block)
     return made
 
 
