@@ -86,6 +86,7 @@ async def _drain(stream):
     ("number", "engine"),
     [
         (signal.SIGKILL, {"num_gpu_blocks_override": 200}),
+        pytest.param(signal.SIGSTOP, {"num_gpu_blocks_override": 200}, marks=pytest.mark.slow),
         pytest.param(signal.SIGSEGV, {"num_gpu_blocks_override": 21, "kv_reservation": "none"}, marks=pytest.mark.slow),
         pytest.param(
             signal.SIGKILL,
