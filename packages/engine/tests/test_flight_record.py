@@ -45,7 +45,8 @@ def _dump_after(tmp_path, checkpoint, number, prompts, **engine):
         "kv_events_config": None,
     }
     config = EngineConfig(model=str(checkpoint), **options | engine)
-    kept = ProcessConfig(flight_recorder_dir=str(tmp_path), watchdog_timeout=600.0)
+    patience_s = 30.0 if number == signal.SIGSTOP else 600.0  # a stopped core is only missed
+    kept = ProcessConfig(flight_recorder_dir=str(tmp_path), watchdog_timeout=patience_s)
 
     async def go():
         with Supervisor(config, kept) as supervisor:
