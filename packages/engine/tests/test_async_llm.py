@@ -189,7 +189,7 @@ def controller_module():
 def test_the_controller_cuts_prompts_smaller_the_more_streams_decode(controller_module, with_tokenizer, tmp_path):
     """A long prompt alone, beside 40 streams and beside 70: what the steps really held is what the controller said."""
     module, log = controller_module, tmp_path / "steps.jsonl"
-    options = {"max_num_seqs": 80, "num_gpu_blocks_override": 1500, "step_log": str(log), "enable_prefix_caching": False}
+    options = {"max_num_seqs": 80, "num_gpu_blocks_override": 14_000, "step_log": str(log), "enable_prefix_caching": False}
     controller = module.DynamicChunkedServingController(module.ServingConfig(str(with_tokenizer), block_size=16, engine=options))
     told, cancelled = [], []
 
