@@ -10,10 +10,11 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import setproctitle
@@ -30,6 +31,9 @@ from octavo_server._src.serving import in_thread
 from octavo_server._src.state import ServerState
 from octavo_server._src.text import Text
 from octavo_server._src.texts import load_frontend
+
+_HOLD_S: Final = 5.0
+"""A frontend in another's place listens after so long even if no core is ready."""
 
 _SWITCH_S: Final = 0.001
 """Of Python's lock, from a thread that tokenises to the event loop, which needs it several times for each event."""
@@ -60,11 +64,16 @@ async def _serve(spec: FrontendSpec, config: ServerConfig, sockets: list[socket.
     state = ServerState(config, quotas)
     engine = await RemoteEngine.start(spec.folder, spec.ipc)
 
-    async def bring_up() -> None:
+    async def load() -> None:
         card = await engine.ready()
         tokenizer, template = await in_thread(lambda: load_frontend(card, config))
         text = None if tokenizer is None else Text(tokenizer, template, card.max_model_len)
         state.become_ready(engine, card, text)
+
+    loading = asyncio.ensure_future(load())
+
+    async def bring_up() -> None:
+        await loading
         gc.freeze()  # what is here now stays: a collection that looked at it all would hold up every stream
         os.set_blocking(spec.up, False)
         while True:
@@ -73,9 +82,31 @@ async def _serve(spec: FrontendSpec, config: ServerConfig, sockets: list[socket.
             await asyncio.sleep(BEAT_S)
 
     try:
-        await HttpServer(config, state).run(sockets, bring_up)
+        if not spec.replaces or await _may_listen(loading):
+            await HttpServer(config, state).run(sockets, bring_up)
     finally:
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
         await engine.aclose()
+
+
+async def _may_listen(loading: asyncio.Future[None]) -> bool:
+    """Wait until a frontend in another's place can serve, for a while; False when it is told to stop meanwhile.
+
+    Those beside it take the connections, or they wait: it would answer them with 503.
+    """
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    kept = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+    for one in kept:
+        loop.add_signal_handler(one, stop.set)
+    stopping = asyncio.ensure_future(stop.wait())
+    either: set[asyncio.Future[Any]] = {loading, stopping}
+    await asyncio.wait(either, timeout=_HOLD_S, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    for one, handler in kept.items():
+        loop.remove_signal_handler(one)
+        signal.signal(one, handler)
+    return not stop.is_set()
 
 
 if __name__ == "__main__":

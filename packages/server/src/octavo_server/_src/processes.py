@@ -47,6 +47,8 @@ class FrontendSpec(msgspec.Struct, frozen=True, kw_only=True):
     ipc: str
     sockets: list[int]
     up: int
+    replaces: bool = False
+    """Another one served in its place before."""
 
 
 @runtime_checkable
@@ -107,7 +109,7 @@ class _Frontend:
         self._silent_s = 0.0
         self._up, write = os.pipe()
         os.set_blocking(self._up, False)
-        spec = msgspec.structs.replace(self._spec, up=write)
+        spec = msgspec.structs.replace(self._spec, up=write, replaces=self.is_up)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "octavo_server.frontend"],
             stdin=subprocess.PIPE,
