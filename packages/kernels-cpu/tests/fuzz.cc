@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "layer.h"
 #include "pack.h"
+#include "prepare.h"
 
 using namespace octavo;
 
@@ -123,6 +124,7 @@ static void paged(Pool& pool, int round) {
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 20;
+  if (prepare()) return 75;
   rng.seed(argc > 2 ? unsigned(std::atoi(argv[2])) : 0);
   Pool pool(3);
   for (int round = 0; round < rounds; round++) products(pool, round), layer(pool, round), paged(pool, round);

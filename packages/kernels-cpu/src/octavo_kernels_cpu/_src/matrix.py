@@ -24,7 +24,7 @@ ALIGNMENT = 64
 class Format(enum.IntEnum):
     """How a packed matrix keeps its values: as floats, as int8 with a scale for 32 inputs, as 4 bits with scale and minimum.
 
-    Activations enter `Q8` and `Q4` as int8, the others as they are; `Q8F` is `Q8` for float activations.
+    Activations enter `Q8` and `Q4` as int8, `Q8F`, whose weights are those of `Q8`, as 16 bits, the others as they are.
     """
 
     F32 = 0

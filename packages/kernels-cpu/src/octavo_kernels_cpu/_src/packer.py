@@ -162,7 +162,7 @@ class _Work:
         return gain
 
     def matrix(self, linear: Any, order: np.ndarray | None = None, *, is_head: bool = False) -> Matrix:
-        """A projection, or a token table, packed. A head's activations stay floats: rounded, they cost as much accuracy as all of a layer's."""
+        """A projection, or a token table, packed. A head's activations keep 16 bits: with 8 they cost as much accuracy as all of a layer's."""
         raw, form = self._choose(linear.weight)
         if is_head and form is Format.Q8:
             form = Format.Q8F

@@ -2,10 +2,6 @@
 //
 // Compiled once an instruction set; the caller has checked that the machine has it. Checks every size it is given: a wrong one is an
 // error of the call, never a wild read.
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -13,6 +9,7 @@
 #include "attention.h"
 #include "layer.h"
 #include "pack.h"
+#include "prepare.h"
 #include "xla/ffi/api/ffi.h"
 
 #define OCTAVO_EXPORT extern "C" __attribute__((visibility("default")))
@@ -204,13 +201,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(octavo_cpu_attend, octavo::Attend,
 #pragma GCC visibility pop
 
 // Asks the operating system for what this process needs to run these kernels; 0, or the error's number. Once, before any other call.
-OCTAVO_EXPORT int octavo_cpu_prepare() {
-#if OCTAVO_ISA == OCTAVO_AMX
-  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of Linux
-  if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA)) return errno;
-#endif
-  return 0;
-}
+OCTAVO_EXPORT int octavo_cpu_prepare() { return octavo::prepare(); }
 
 // Threads of the pool, the caller's included; counts until the first call that uses it.
 OCTAVO_EXPORT void octavo_cpu_set_threads(int threads) { octavo::wanted_threads = std::max(1, threads); }
