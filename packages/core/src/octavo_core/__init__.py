@@ -1,7 +1,7 @@
 """Octavo's shared vocabulary.
 
 Floor 1 (no jax): `errors`, `config`, `keys`, `wire`, `frames`, `records`.
-Floor 2 (needs the extra `jax`): `specs`, `plan`, `seams`, `testing`.
+Floor 2 (needs the extra `jax`): `specs`, `plan`, `seams`, `native`, `testing`.
 Importing this package imports floor 1 only.
 """
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from octavo_scheduler._src.kernel import pick_in_turn, put, running_sum
+from octavo_core.native import pick_in_turn, put, running_sum
 from octavo_scheduler._src.policy import blocks_for
 from octavo_scheduler._src.state import SchedulerState
 

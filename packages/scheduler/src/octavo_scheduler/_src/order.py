@@ -8,8 +8,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from octavo_core.native import sorted_again
 from octavo_scheduler._src.config import SchedulerConfig
-from octavo_scheduler._src.kernel import sorted_again
 from octavo_scheduler._src.state import FREE, WAITING, SchedulerState
 
 DECODE_COST = 2

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from octavo_core.native import inverse, running_sum, unless
 from octavo_scheduler._src import chunks, order
 from octavo_scheduler._src.config import SchedulerConfig
-from octavo_scheduler._src.kernel import inverse, running_sum, unless
 from octavo_scheduler._src.state import SchedulerState
 
 LONGEST_GUESS: Final = 4_096

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from octavo_core.errors import ConfigError
+from octavo_core.native import inverse, one_kernel, put_one
 from octavo_core.plan import OK, Arrivals, StepPlan, StepResult
 from octavo_core.seams import MatchingCache, PrefixCache
 from octavo_scheduler._src import chunks, order
 from octavo_scheduler._src.config import SchedulerConfig
 from octavo_scheduler._src.emit import Decision, Rows, compact_rows, flatten_tokens
-from octavo_scheduler._src.kernel import inverse, one_kernel, put_one
 from octavo_scheduler._src.policy import (
     blocks_for,
     choose_victim,

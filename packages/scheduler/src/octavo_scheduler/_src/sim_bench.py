@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from octavo_core.native import turns
 from octavo_core.seams import PrefixCache
 from octavo_core.specs import CacheSpec
 from octavo_scheduler._src.config import SchedulerConfig
-from octavo_scheduler._src.kernel import turns
 from octavo_scheduler._src.scheduler import ChunkedScheduler
 from octavo_scheduler._src.sim_cost import CostModel
 from octavo_scheduler._src.sim_loop import COMPILER_OPTIONS, Simulator

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt32
 
+from octavo_core.native import put_all, running_sum, unless
 from octavo_core.plan import OK, OUT_OF_BLOCKS, Admitted, CacheEvents
 from octavo_core.specs import CacheSpec
-from octavo_scheduler._src.kernel import put_all, running_sum, unless
 from octavo_scheduler._src.policy import blocks_for
 
 

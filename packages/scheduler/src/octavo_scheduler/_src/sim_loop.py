@@ -16,8 +16,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from octavo_core.errors import ConfigError
+from octavo_core.native import one_kernel, turns
 from octavo_core.seams import PrefixCache, Scheduler
-from octavo_scheduler._src.kernel import one_kernel, turns
 from octavo_scheduler._src.sim_cost import CostModel
 from octavo_scheduler._src.sim_state import (
     DONE,

@@ -14,9 +14,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from octavo_core.errors import ConfigError
+from octavo_core.native import if_so, is_kernel, pick_in_turn, put_all, running_sum
 from octavo_core.plan import Arrivals, StepPlan, StepResult
 from octavo_core.seams import PrefixCache, Scheduler
-from octavo_scheduler._src.kernel import if_so, is_kernel, pick_in_turn, put_all, running_sum
 from octavo_scheduler._src.scheduler import ChunkedScheduler, Decided
 from octavo_scheduler._src.sim_cache import CountingCache
 from octavo_scheduler._src.sim_cost import CostModel, StepSize, size_of

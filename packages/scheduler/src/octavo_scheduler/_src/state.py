@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from octavo_core.native import put_all
 from octavo_core.plan import Arrivals, StepResult
-from octavo_scheduler._src.kernel import put_all
 
 FREE: Final = 0
 WAITING: Final = 1

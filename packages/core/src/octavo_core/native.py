@@ -2,7 +2,7 @@
 
 An operation on 256 integers takes some tens of nanoseconds; handing it to XLA's executor takes several times that, and a step is hundreds of
 them. In one function a loop over rows costs a few nanoseconds a row, so what needs a scatter, a sort or a cumulative sum elsewhere is
-written as such a loop here. Knows no scheduler.
+written as such a loop here. Knows neither schedulers nor caches.
 """
 
 from __future__ import annotations

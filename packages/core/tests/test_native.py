@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from octavo_scheduler._src.kernel import (
+from octavo_core.native import (
     if_so,
     inverse,
     loop,
