@@ -78,10 +78,14 @@ def mean_logprob(kv_cache_dtype):
 
 
 def test_perplexity_with_kv_in_fp8_is_within_half_a_percent_of_bfloat16():
-    """Every key and value, those of the chunk itself included, is read back from the pool. Not reached: 0.77 %."""
+    """Every key and value, those of the chunk itself included, is read back from the pool. `fp8_e5m2` is measured, and promises nothing."""
     wide, told = mean_logprob("bfloat16")
     assert "bfloat16" in told["KV pool"][0]
-    narrow, told = mean_logprob("fp8")
-    assert "float8_e4m3fn" in told["KV pool"][0]
-    assert narrow != wide, "nothing was rounded"
-    assert abs(np.exp(wide - narrow) - 1) < 0.005
+    changes = {}
+    for name, stored in (("fp8", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2")):
+        narrow, told = mean_logprob(name)
+        assert stored in told["KV pool"][0]
+        assert narrow != wide, "nothing was rounded"
+        changes[name] = np.exp(wide - narrow) - 1
+        print(f"{name}: perplexity {np.exp(-wide):.3f} becomes {np.exp(-narrow):.3f}, {100 * changes[name]:+.2f} %")
+    assert abs(changes["fp8"]) < 0.005

@@ -66,9 +66,9 @@ def write_pools(
 
     if not kv.k_scale:
         return Pools(put(kv.k, k), put(kv.v, v))
-    dtype = floating(kv.k[layer].dtype)
-    (k, k_scale), (v, v_scale) = quantise(k, dtype), quantise(v, dtype)
-    return Pools(put(kv.k, k), put(kv.v, v), put(kv.k_scale, k_scale), put(kv.v_scale, v_scale))
+    vectors = jnp.stack([k, v] if kv.v else [k])
+    elements, scale = quantise(vectors, floating(kv.k[layer].dtype))
+    return Pools(put(kv.k, elements[0]), put(kv.v, elements[-1]), put(kv.k_scale, scale[0]), put(kv.v_scale, scale[-1]))
 
 
 def gather_blocks(kv: Pools, block_ids: Int32[Array, " ids"]) -> UInt8[Array, "ids block_bytes"]:
