@@ -104,6 +104,10 @@ class Planner:
         """Hand over new sequences (or none) and let waiting ones in."""
         self._state = self._arrive(self._state, arrivals)
 
+    def wait(self) -> None:
+        """Wait until what was called last has been done: `arrive` may answer before."""
+        jax.block_until_ready(self._state)
+
     def cache_program(self, name: str, run: Callable[..., tuple[Any, ...]], *like: Any) -> Callable[..., list[Any]]:
         """Compile an operation on the cache beside the step: `run(cache, *like)` answers the cache and more, which the call answers."""
 
