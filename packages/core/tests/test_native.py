@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from octavo_core.native import (
+    each,
     if_so,
     inverse,
     loop,
@@ -39,6 +40,7 @@ def everything(numbers, order):
         "unless": unless(jnp.all(numbers < 0), lambda: numbers, lambda: sums // 2),
         "if_so": if_so(is_odd[1], lambda x: (x[0] + 1, x[1]), (sums, numbers)),
         "loop": loop(5, lambda i, x: x + i * numbers, sums),
+        "each": each(size, lambda i: jnp.sum(jnp.where(numbers == numbers[i], order, 0))),
         "turns": turns(lambda x: (x + numbers, jnp.max(x)), sums, 4),
     }
 

@@ -78,3 +78,24 @@ def test_a_copy_as_long_as_the_pool_would_be_seen():
         return state._replace(stamp=state.stamp + state.depth[::-1], depth=state.stamp)
 
     assert pool_copies(careless, CACHES["full"].init().radix) != []
+
+
+def test_the_longest_lists_of_kernels_compile_where_xla_has_threads_to_share_them_among():
+    """An operation that is shared among threads makes a kernel fail to compile; lists just too long for a kernel are compiled by parts."""
+    for size in (1024, 1040):
+        spec = CacheSpec((300_000,), 32, 4, size)
+        cache = kv.RadixCache(spec, max_commits=256 + size % 1024)
+        state = jax.eval_shape(cache.init)
+        names, blocks = ints(size), size // 4
+        prompt = ints(32 * blocks)
+        found = kv.Match(names, names, ints(()), jnp.zeros(2, jnp.uint32))
+
+        def operations(radix, names=names, prompt=prompt, found=found, blocks=blocks):
+            radix, _ = kv.lease(radix, names, names)
+            radix, _ = kv.release(radix, names, names)
+            radix, *_ = kv.insert(radix, found, prompt, names[:blocks], names[:blocks], found.chain)
+            return kv.evict(radix, ints(()), cache.policy, max_depth=size - 1, batch=size)  # noqa: B023
+
+        jax.jit(operations, donate_argnums=0).lower(state.radix).compile(OPTIONS)
+        for name, arguments in (("commit", (ints((4, 32 * size)), ints(4))), ("release", (jnp.zeros(4, bool),))):
+            jax.jit(getattr(cache, name), donate_argnums=0).lower(state, *arguments).compile(OPTIONS)

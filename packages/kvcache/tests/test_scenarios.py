@@ -391,12 +391,15 @@ def test_some_set_finds_distinct_set_entries(n):
         assert not np.asarray(got)[mask.sum() :].any()
 
 
-@pytest.mark.parametrize("spread", [1, 3, 1 << 30])
-def test_smallest_equals_a_stable_sort(spread):
+@pytest.mark.parametrize("n", [700, 9000])
+@pytest.mark.parametrize("spread", [1, 3, 5000, 1 << 30])
+def test_smallest_equals_a_stable_sort(spread, n):
+    """Few keys and many, all different and many alike: by bisection of all, among few, and where the few are too many."""
     rng = np.random.default_rng(spread)
-    keys = np.where(rng.random(700) < 0.3, NEVER, rng.integers(0, spread, 700)).astype(np.int32)
-    for count in (0, 1, 17, 64):
-        got = np.asarray(smallest(jnp.asarray(keys), jnp.int32(count), 64))
-        assert len(set(got[:count].tolist())) == count
-        assert np.sort(keys[got[:count]]).tolist() == np.sort(keys)[:count].tolist()
-        assert (got[count:] == 0).all()
+    mixed = np.where(rng.random(n) < 0.3, NEVER, rng.integers(0, spread, n)).astype(np.int32)
+    for given in (mixed, np.sort(mixed), np.where(mixed == mixed.min(), mixed, NEVER)):
+        for count in (0, 1, 17, 64):
+            got, num = np.asarray(smallest(jnp.asarray(given), jnp.int32(count), 64)), min(count, int((given != NEVER).sum()))
+            assert len(set(got[:num].tolist())) == num
+            assert np.sort(given[got[:num]]).tolist() == np.sort(given)[:num].tolist()
+            assert (got[num:] == 0).all()

@@ -31,7 +31,7 @@ def one_kernel(function: F) -> F:
     """Compile `function`, a pure function of pytrees of arrays, as one native function on a CPU; elsewhere this changes nothing.
 
     What it calls is part of it, other such functions included. It may use no scatter, sort or random numbers, which XLA has no native form
-    of; the functions below are loops in a kernel and what vectorises best elsewhere. Batched by `vmap` it is called
+    of, and no operation so large that XLA would share it among threads: some thousands of entries where much is computed of each (`each`); the functions below are loops in a kernel and what vectorises best elsewhere. Batched by `vmap` it is called
     for one entry after another on a CPU: a branch not taken then costs nothing.
 
     Source: XLA compiles a call marked `xla_cpu_small_call` by its emitter of whole computations, as it does small loops.
@@ -133,6 +133,15 @@ def turns(step: Callable[[S], tuple[S, Y]], state: S, length: int) -> tuple[S, Y
         return state, jax.tree.map(lambda lines, line: put(lines, (i,), line), now[1], line)
 
     return loop(length, turn, (state, lines))
+
+
+def each(count: int, entry: Callable[[Array], Array]) -> Array:
+    """`entry` of 0 to `count` − 1, in a row: one after another in a kernel, where what it looks at may be wide and all entries together may not
+    (XLA would share that among threads, which it cannot in a kernel: it fails to compile)."""
+    if not _inside.get():
+        return jax.vmap(entry)(jnp.arange(count, dtype=jnp.int32))
+    like = jax.eval_shape(entry, jax.ShapeDtypeStruct((), jnp.int32))
+    return loop(count, lambda i, out: put(out, (i,), entry(i)), jnp.zeros((count, *like.shape), like.dtype))
 
 
 def is_kernel() -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Final
+from typing import Any, Final
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from octavo_kvcache._src.insert import Verdict, Work, adopt, file, judge, run_keys
-from octavo_kvcache._src.scan import prefix_sum, rank_in
+from octavo_kvcache._src.change import Change
+from octavo_kvcache._src.insert import MOST_FILED, Verdict, Work, adopt, filed, judge, run_keys
+from octavo_kvcache._src.scan import as_kernel, prefix_sum, rank_in
 from octavo_kvcache._src.state import CacheState, Layout, Sequences
 
 NARROW: Final = 16
@@ -30,9 +31,9 @@ def commit(
     pending = jnp.where(sequences.sealed, 0, jnp.maximum(full - sequences.committed, 0))
 
     def some(cache: CacheState, width: int) -> CacheState:
-        work, row = _gather(layout, cache, tokens, pending, width)
-        verdict = judge(cache.radix, work)
-        cache = CacheState(file(cache.radix, work, verdict), _point(layout, cache.sequences, work, verdict, row))
+        work, row, verdict, counters, changes = _judged(layout, cache, tokens, pending, width)
+        radix = cache.radix.changed(changes, counters=counters)
+        cache = CacheState(radix, _point(layout, cache.sequences, work, verdict, row))
         for number, table in enumerate(layout.side):
             own = jnp.where(work.live, cache.sequences.block_table[table, row, work.depth], 0)
             radix, kept = adopt(cache.radix, number, work, verdict, own)
@@ -49,6 +50,23 @@ def commit(
     is_narrow = (count > 0) & (count <= NARROW)
     cache = lax.cond(is_narrow, functools.partial(some, width=NARROW), lambda c: c, cache)
     return lax.cond(count > NARROW, functools.partial(some, width=max_commits), lambda c: c, cache)
+
+
+def _judged(
+    layout: Layout,
+    cache: CacheState,
+    tokens: Int32[Array, "sequences max_len"],
+    pending: Int32[Array, " sequences"],
+    max_commits: int,
+) -> tuple[Work, Int32[Array, " work"], Verdict, Int32[Array, " counters"], dict[str, list[Change]]]:
+    """The blocks to commit, whose each is, what becomes of it, and what that changes in the tree."""
+
+    def kernel(cache: CacheState, tokens: Array, pending: Array) -> Any:
+        work, row = _gather(layout, cache, tokens, pending, max_commits)
+        verdict = judge(cache.radix, work)
+        return work, row, verdict, *filed(cache.radix, work, verdict)
+
+    return as_kernel(kernel, max_commits, most=MOST_FILED)(cache, tokens, pending)
 
 
 def _gather(

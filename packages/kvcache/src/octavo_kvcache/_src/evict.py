@@ -6,24 +6,33 @@ Events name groups by number: 0 for all whole groups together, `1 + i` for side 
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Int32, UInt32
 
-from octavo_kvcache._src import index, pool
+from octavo_core.native import pick_in_turn
+from octavo_kvcache._src import pool
+from octavo_kvcache._src.change import Change
 from octavo_kvcache._src.checks import check_count
 from octavo_kvcache._src.policy import EvictionPolicy, Now
-from octavo_kvcache._src.scan import count_set, some_set
-from octavo_kvcache._src.state import RadixState
+from octavo_kvcache._src.scan import WORD, as_kernel, count_packed, count_set, lowest_of_groups, packed, some_set, unpacked
+from octavo_kvcache._src.state import UNINDEXED, WAYS, RadixState
 
 NEVER: Final = np.int32(2**31 - 1)
 """Key of a block that must stay."""
 
 _BATCH: Final = 128
 _ALIGNED: Final = 512
+_FEW: Final = 4
+"""Entries looked at for each block to choose."""
+
+_MOST_GROUPS: Final = 8192
+"""Groups of keys looked at in a kernel."""
+
 _DEPTH_BITS: Final = 15
 """Depths of a side group's blocks told apart."""
 
@@ -102,18 +111,34 @@ def _within(
 
 def remove(radix: RadixState, gone: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> RadixState:
     """Strike cached, unleased, distinct blocks from the index and free them, in every group."""
-    counters = radix.read()
-    last = jnp.max(jnp.where(gone, radix.stamp[block], 0))
-    removed, num_removed = pool.log(radix.removed, counters.num_removed, gone, 0, block, radix.generation[block])
-    radix = index.remove(radix._replace(removed=removed), gone, block)
-    radix = radix.write(
-        num_removed=num_removed,
-        floor=jnp.maximum(counters.floor, last),
-        evictable=counters.evictable - pool.by_tenant(radix, gone, block),
-    )
+    counters, changes = as_kernel(_removal, block.shape[0])(radix, gone, block)
+    radix = radix.changed(changes, counters=counters)
     for number in range(len(radix.sides)):
         radix = _disown(radix, number, gone, block)
-    return pool.give_back(radix, gone, block)
+    return radix
+
+
+def _removal(
+    radix: RadixState, gone: Bool[Array, " ids"], block: Int32[Array, " ids"]
+) -> tuple[Int32[Array, " counters"], dict[str, list[Change]]]:
+    counters, slot = radix.read(), radix.slot[block]
+    event, num_removed = pool.entries(radix.removed.shape[0], counters.num_removed, gone, 0, block, radix.generation[block])
+    at, num_free = pool.places(counters.num_free, gone)
+    lost = pool.by_tenant(radix, gone, block)
+    after = radix.write(
+        num_removed=num_removed,
+        num_free=num_free,
+        floor=jnp.maximum(counters.floor, jnp.max(jnp.where(gone, radix.stamp[block], 0))),
+        evictable=counters.evictable - lost,
+        used=counters.used - lost,
+    )
+    changes = {
+        "index_block": [Change((slot // WAYS, slot % WAYS), jnp.zeros_like(block), gone)],
+        "slot": [Change((block,), jnp.full_like(block, UNINDEXED), gone)],
+        "removed": [event],
+        "free": [Change((at,), block, gone)],
+    }
+    return after.counters, changes
 
 
 def _disown(radix: RadixState, number: int, gone: Bool[Array, " ids"], node: Int32[Array, " ids"]) -> RadixState:
@@ -156,8 +181,48 @@ def evict_side(radix: RadixState, number: int, count: Int32[Array, ""], policy: 
 def smallest(keys: Int32[Array, " blocks"], count: Int32[Array, ""], size: int) -> Int32[Array, " size"]:
     """Ids of the `count` smallest keys, padded with 0; `count` ≤ `size`, and what is `NEVER` is not chosen.
 
-    Cost: one pass over the keys for each bit in which they differ, found by bisection on the key.
+    The lowest keys of groups of 32 bound the answer: as many groups as there are blocks to choose have one below the bound. What lies
+    below it is seldom much more, and only that is looked at again; if it is, all keys are.
+
+    Cost: two vectorised passes over the keys; one for each bit in which they differ where many are equal or the pool is small.
     """
+    keys = lax.optimization_barrier(keys)
+    if keys.shape[0] < 2 * WORD * size:
+        return _by_bisection(keys, count, size)
+    lowest = lowest_of_groups(keys)
+    word = packed(keys <= as_kernel(_bound, lowest.shape[0], most=_MOST_GROUPS)(lowest, count))
+    few = functools.partial(_among_few, size=size)
+    chosen, is_all = as_kernel(few, max(lowest.shape[0], _MOST_GROUPS // 1024 * size), most=_MOST_GROUPS)(keys, word, count)
+    return lax.cond(is_all, lambda: chosen, lambda: _by_bisection(keys, count, size))
+
+
+def _bound(lowest: Int32[Array, " groups"], count: Int32[Array, ""]) -> Int32[Array, ""]:
+    """A key that at least `count` keys do not exceed, if there are as many; never `NEVER`."""
+    return jnp.minimum(_threshold(lowest, count), NEVER - 1)
+
+
+def _among_few(
+    keys: Int32[Array, " blocks"], word: UInt32[Array, " words"], count: Int32[Array, ""], *, size: int
+) -> tuple[Int32[Array, " size"], Bool[Array, ""]]:
+    """The choice among the entries set in `word`, and whether they were few enough to look at all of them."""
+    most = _FEW * size
+    is_all = count_packed(word) <= most
+    block, num_set = unpacked(jnp.where(is_all, word, 0), most)
+    j = jnp.arange(most, dtype=jnp.int32)
+    key = jnp.where(j < num_set, keys[block], NEVER)
+    threshold = _threshold(key, count)
+    nothing = jnp.zeros(size + 1, jnp.int32)
+    below = key < threshold
+    num_below = count_set(below)
+    chosen = pick_in_turn(block, below, nothing, jnp.int32(0))
+    level = (key == threshold) & (threshold != NEVER)
+    chosen = pick_in_turn(block, level, chosen, num_below)[:size]
+    num_chosen = jnp.minimum(count, num_below + count_set(level))
+    return jnp.where(j[:size] < num_chosen, chosen, 0), is_all
+
+
+def _threshold(keys: Int32[Array, " keys"], count: Int32[Array, ""]) -> Int32[Array, ""]:
+    """The `count`-th smallest key, by bisection."""
 
     def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
@@ -165,9 +230,14 @@ def smallest(keys: Int32[Array, " blocks"], count: Int32[Array, ""], size: int) 
         enough = count_set(keys <= middle) >= count
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
-    keys = jnp.pad(keys, (0, -keys.shape[0] % _ALIGNED), constant_values=NEVER)
     bounds = (jnp.min(keys), jnp.max(jnp.where(keys == NEVER, 0, keys)))
-    threshold = lax.while_loop(lambda b: b[0] < b[1], halve, bounds)[0]
+    return lax.while_loop(lambda b: b[0] < b[1], halve, bounds)[0]
+
+
+def _by_bisection(keys: Int32[Array, " blocks"], count: Int32[Array, ""], size: int) -> Int32[Array, " size"]:
+    """`smallest` with all keys looked at for every bit."""
+    keys = lax.optimization_barrier(jnp.pad(keys, (0, -keys.shape[0] % _ALIGNED), constant_values=NEVER))
+    threshold = _threshold(keys, count)
     below, num_below = some_set(keys < threshold, size)
     level, num_level = some_set((keys == threshold) & (threshold != NEVER), size)
     j = jnp.arange(size, dtype=jnp.int32)

@@ -8,17 +8,22 @@ could never be found. Knows no sequences: callers move their leases to the canon
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
+from octavo_core.native import each, is_kernel, loop, put, unless
 from octavo_kvcache._src import index, keys, pool
+from octavo_kvcache._src.change import Change
 from octavo_kvcache._src.scan import first_true
-from octavo_kvcache._src.state import RadixState, Side
+from octavo_kvcache._src.state import WAYS, RadixState, Side
 
 T = TypeVar("T")
+
+MOST_FILED: Final = 256
+"""Blocks in a list that is filed by a kernel: it compares every block with every other, one after another."""
 
 
 class Work(NamedTuple):
@@ -81,14 +86,14 @@ def judge(radix: RadixState, work: Work) -> Verdict:
     fresh = work.live & ~known
 
     # The first fresh entry under the same bucket and tag is the one that may be filed.
-    alike = (bucket[:, None] == bucket) & (tag[:, None] == tag) & fresh
-    leader = _settled(jnp.where(fresh, jnp.minimum(first_true(alike), j), j))
+    alike = each(j.shape[0], lambda i: first_true((bucket == bucket[i]) & (tag == tag[i]) & fresh))
+    leader = _settled(jnp.where(fresh, jnp.minimum(alike, j), j))
     block = _settled(jnp.where(known, found.block, work.own[leader]))
     parent = jnp.where(begins, work.base, jnp.roll(block, 1))
     equal = (
         _is_own(radix, work, work.own[leader])
-        & jnp.all(work.tokens == work.tokens[leader], axis=1)
-        & jnp.all(work.namespace == work.namespace[leader], axis=1)
+        & index.same_rows(work.tokens, leader, work.tokens)
+        & index.same_rows(work.namespace, leader, work.namespace)
     )
     fits, way = _settled(index.room(radix, bucket, fresh & (leader == j) & (found.block == 0)))
     alien = begins & (work.base > 0) & ~_is_own(radix, work, work.base)
@@ -113,6 +118,13 @@ def _is_own(radix: RadixState, work: Work, block: Int32[Array, " work"]) -> Bool
 def _from_first(work: Work, bad: Bool[Array, " work"]) -> Bool[Array, " work"]:
     """Whether something bad came at or before each entry in its own run."""
     j = jnp.arange(bad.shape[0], dtype=jnp.int32)
+    if is_kernel():
+
+        def look(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            came = bad[i] | (carry[1] & (work.first[i] != i))
+            return put(carry[0], (i,), came), came
+
+        return loop(j.shape[0], look, (bad, jnp.bool_(False)))[0]
     return jnp.any(bad & (j >= work.first[:, None]) & (j <= j[:, None]), axis=1)
 
 
@@ -127,40 +139,48 @@ def _spread(work: Work, failed: Bool[Array, " work"], leader: Int32[Array, " wor
     return lax.while_loop(lambda c: c[1], again, (failed, jnp.any(failed)))[0]
 
 
-def file(radix: RadixState, work: Work, verdict: Verdict) -> RadixState:
-    """Carry a verdict out: file what is new; free the own block of what moved, whose one lease goes to the canonical block."""
-    radix = _enter(radix, work, verdict)
-    counters, nodes = radix.read(), radix.leases.shape[0]
-    moved = verdict.moved(work)
-    woken = verdict.known & moved & (radix.leases[verdict.block] == 0) & _is_first(verdict)
-    leases = radix.leases.at[jnp.where(moved, work.own, nodes)].set(0, mode="drop")
-    radix = radix._replace(leases=leases.at[jnp.where(moved, verdict.block, nodes)].add(1, mode="drop"))
-    radix = radix.write(evictable=counters.evictable - pool.by_tenant(radix, woken, verdict.block))
-    return pool.give_back(radix, moved, work.own)
+def filed(radix: RadixState, work: Work, verdict: Verdict) -> tuple[Int32[Array, " counters"], dict[str, list[Change]]]:
+    """What carrying a verdict out changes: file what is new; free the own block of what moved, whose one lease goes to the canonical block."""
+    own, new, moved, counters = work.own, verdict.new, verdict.moved(work), radix.read()
+    woken = verdict.known & moved & (radix.leases[verdict.block] == 0)
+    woken = unless(~jnp.any(woken), lambda: woken, lambda: woken & _is_first(verdict))
+    at, num_free = pool.places(counters.num_free, moved)
+    event, num_stored = pool.entries(
+        radix.stored.shape[0], counters.num_stored, new, 0, own, radix.generation[own], work.sequence, work.depth
+    )
+    after = radix.write(
+        num_free=num_free,
+        num_stored=num_stored,
+        evictable=counters.evictable - pool.by_tenant(radix, woken, verdict.block),
+        used=counters.used - pool.by_tenant(radix, moved, own),
+    )
+    of_new = {
+        "tokens": work.tokens,
+        "first": keys.first_mark(work.tokens[:, 0], work.namespace),
+        "parent": verdict.parent,
+        "depth": work.depth,
+        "stamp": jnp.zeros_like(own),
+        "namespace": work.namespace,
+        "slot": verdict.bucket * WAYS + verdict.way,
+    }
+    filing = {
+        **{name: [Change((own,), values, new)] for name, values in of_new.items()},
+        "index_tag": [Change((verdict.bucket, verdict.way), verdict.tag, new)],
+        "index_block": [Change((verdict.bucket, verdict.way), own, new)],
+        "leases": [
+            Change((own,), -radix.leases[own], moved, is_gain=True),
+            Change((verdict.block,), jnp.ones_like(own), moved, is_gain=True),
+        ],
+        "free": [Change((at,), own, moved)],
+        "stored": [event],
+    }
+    return after.counters, filing
 
 
 def _is_first(verdict: Verdict) -> Bool[Array, " work"]:
     """Whether no earlier known entry has the same block, so that two sequences meeting an idle block count it once."""
-    same = (verdict.block[:, None] == verdict.block) & verdict.known
-    return first_true(same) == jnp.arange(verdict.block.shape[0])
-
-
-def _enter(radix: RadixState, work: Work, verdict: Verdict) -> RadixState:
-    at = jnp.where(verdict.new, work.own, radix.leases.shape[0])
-    generation = radix.generation[work.own]
-    stored, num_stored = pool.log(
-        radix.stored, radix.read().num_stored, verdict.new, 0, work.own, generation, work.sequence, work.depth
-    )
-    radix = radix._replace(
-        tokens=radix.tokens.at[at].set(work.tokens, mode="drop"),
-        first=radix.first.at[at].set(keys.first_mark(work.tokens[:, 0], work.namespace), mode="drop"),
-        parent=radix.parent.at[at].set(verdict.parent, mode="drop"),
-        depth=radix.depth.at[at].set(work.depth, mode="drop"),
-        stamp=radix.stamp.at[at].set(0, mode="drop"),
-        namespace=radix.namespace.at[at].set(work.namespace, mode="drop"),
-        stored=stored,
-    )
-    return index.enter(radix.write(num_stored=num_stored), verdict.new, work.own, verdict.bucket, verdict.way, verdict.tag)
+    block, known = verdict.block, verdict.known
+    return each(block.shape[0], lambda i: first_true((block == block[i]) & known) == i)
 
 
 def adopt(

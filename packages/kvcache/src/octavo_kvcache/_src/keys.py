@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
+from octavo_core.native import each, is_kernel
 from octavo_kvcache._src.scan import prefix_sum
 
 FACTOR: Final = np.array([0x9E3779B1, 0x85EBCA77], np.uint32)
@@ -36,6 +37,15 @@ def fingerprint(tokens: Int32[Any, "blocks block_size"]) -> UInt32[Any, "blocks 
 
     Source: multilinear hashing (Carter and Wegman 1979), as an integer matrix product.
     """
+    if is_kernel():
+        factors = _multipliers(tokens.shape[-1]).T
+
+        def of_block(i: Array) -> Array:
+            mixed = _mix(tokens[i].astype(np.uint32) + _SALT[0])
+            return jnp.stack([jnp.sum(mixed * factor, dtype=jnp.uint32) for factor in factors])
+
+        sums = each(tokens.shape[0], of_block)
+        return _mix(sums + (sums[:, ::-1] >> 7))
     mixed = _mix(tokens.astype(np.uint32) + _SALT[0])
     sums = (mixed.astype(np.int32) @ _multipliers(tokens.shape[-1]).view(np.int32)).astype(np.uint32)
     return _mix(sums + (sums[:, ::-1] >> 7))

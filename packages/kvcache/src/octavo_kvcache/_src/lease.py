@@ -15,15 +15,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
+from octavo_core.native import each, unless
 from octavo_core.plan import OK, OUT_OF_BLOCKS
 from octavo_kvcache._src import keys, pool
+from octavo_kvcache._src.change import Change
 from octavo_kvcache._src.checks import check_array, check_count, check_handles, check_prompt
 from octavo_kvcache._src.evict import eviction_key, remove, smallest
-from octavo_kvcache._src.insert import Verdict, Work, file, judge, run_keys
+from octavo_kvcache._src.insert import MOST_FILED, Verdict, Work, filed, judge, run_keys
 from octavo_kvcache._src.match import Match
 from octavo_kvcache._src.policy import EvictionPolicy, LeastRecentlyUsed
-from octavo_kvcache._src.release import end_leases, tick, touch
-from octavo_kvcache._src.scan import first_true
+from octavo_kvcache._src.release import Ending, end_leases, ending, set_back
+from octavo_kvcache._src.scan import as_kernel, first_true
 from octavo_kvcache._src.state import HOLD, WAYS, RadixState
 
 STALE: Final = 2
@@ -84,6 +86,13 @@ def lease(
         The tree, and `OK`, `STALE` or `NOT_A_PATH`.
     """
     check_handles(block_ids, generations)
+    counters, leases, status = as_kernel(_leased, block_ids.shape[0])(radix, block_ids, generations)
+    return radix.changed({"leases": [leases]}, counters=counters), status
+
+
+def _leased(
+    radix: RadixState, block_ids: Int32[Array, " ids"], generations: Int32[Array, " ids"]
+) -> tuple[Int32[Array, " counters"], Change, Int32[Array, ""]]:
     named = block_ids != 0
     inside, at = _inside(radix, block_ids)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), at[:-1]])
@@ -91,10 +100,9 @@ def lease(
     status = _status(jnp.all(fresh | ~named), jnp.all((radix.parent[at] == before) | ~named) & _pads_last(named))
     taken = named & (status == OK)
     woken = taken & (radix.leases[at] == 0)
-    by = jnp.where(_is_end(taken), _LEASE, 1)
-    leases = radix.leases.at[jnp.where(taken, at, radix.leases.shape[0])].add(by, mode="drop")
+    leases = Change((at,), jnp.where(_is_end(taken), _LEASE, 1), taken, is_gain=True)
     evictable = radix.read().evictable - pool.by_tenant(radix, woken, at)
-    return radix._replace(leases=leases).write(evictable=evictable), status
+    return radix.write(evictable=evictable).counters, leases, status
 
 
 def release(
@@ -110,6 +118,14 @@ def release(
         The tree, and `OK`, `STALE` (also where no such lease ends at the last cached block, or at a private one) or `NOT_A_PATH`.
     """
     check_handles(block_ids, generations)
+    ends, tenant, status = as_kernel(_released, block_ids.shape[0])(radix, block_ids, generations)
+    return end_leases(set_back(radix._replace(counters=ends.counters), policy), ends, tenant, policy), status
+
+
+def _released(
+    radix: RadixState, block_ids: Int32[Array, " ids"], generations: Int32[Array, " ids"]
+) -> tuple[Ending, Int32[Array, ""], Int32[Array, ""]]:
+    """What the end of a lease changes, whose path it is, and the status."""
     named = block_ids != 0
     inside, at = _inside(radix, block_ids)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), at[:-1]])
@@ -119,12 +135,11 @@ def release(
     # Indexed blocks follow one another from the first, so they differ; private ones come last and are looked at pair by pair.
     chained = jnp.where(indexed, radix.parent[at] == before, True) & jnp.all(indexed[1:] <= indexed[:-1])
     private = named & inside & ~indexed
-    twice = lax.cond(jnp.any(private), lambda: jnp.any(_repeats(private, at)), lambda: jnp.bool_(False))
+    twice = unless(~jnp.any(private), lambda: jnp.bool_(False), lambda: jnp.any(_repeats(private, at)))
     status = _status(jnp.all(held | ~named), jnp.all(chained | ~named) & _pads_last(named) & ~twice)
     ended = named & (status == OK)
-    radix = tick(radix, jnp.any(ended), policy)
-    radix = touch(radix, ended & indexed, at, radix.tenant[at[0]], policy)
-    return end_leases(radix, ended, at, lease=jnp.where(ends, _LEASE, 1)), status
+    radix = radix.write(clock=radix.read().clock + jnp.any(ended))
+    return ending(radix, ended, at, jnp.where(ends, _LEASE, 1)), radix.tenant[at[0]], status
 
 
 def _is_end(on_path: Bool[Array, " ids"]) -> Bool[Array, " ids"]:
@@ -134,8 +149,8 @@ def _is_end(on_path: Bool[Array, " ids"]) -> Bool[Array, " ids"]:
 
 def _repeats(counted: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> Bool[Array, " ids"]:
     """Which of the `counted` entries name a block that an earlier one names."""
-    same = (block[:, None] == block) & counted & counted[:, None]
-    return counted & (first_true(same) < jnp.arange(block.shape[0]))
+    found = each(block.shape[0], lambda i: first_true((block == block[i]) & counted) < i)
+    return counted & found
 
 
 def _inside(radix: RadixState, block_ids: Int32[Array, "*ids"]) -> tuple[Bool[Array, "*ids"], Int32[Array, "*ids"]]:
@@ -179,9 +194,25 @@ def insert(
     """
     check_handles(block_ids, generations)
     check_handles(prefix.block_ids, prefix.generations)
-    size, named = block_ids.shape[0], block_ids != 0
+    size = block_ids.shape[0]
     check_prompt(radix, tokens, namespace)
     check_array("tokens", tokens, (size * radix.tokens.shape[1],), "int32", f"{size} blocks")
+    insertion = as_kernel(_inserted, size, most=MOST_FILED)
+    counters, changes, block, generation, status = insertion(radix, prefix, tokens, block_ids, generations, namespace)
+    return radix.changed(changes, counters=counters), block, generation, status
+
+
+def _inserted(
+    radix: RadixState,
+    prefix: Match,
+    tokens: Int32[Array, " new_len"],
+    block_ids: Int32[Array, " new_blocks"],
+    generations: Int32[Array, " new_blocks"],
+    namespace: UInt32[Array, " 2"],
+) -> tuple[
+    Int32[Array, " counters"], dict[str, list[Change]], Int32[Array, " new_blocks"], Int32[Array, " new_blocks"], Int32[Array, ""]
+]:
+    size, named = block_ids.shape[0], block_ids != 0
     j = jnp.arange(size, dtype=jnp.int32)
     inside, at = _inside(radix, block_ids)
     last = jnp.maximum(prefix.num_blocks - 1, 0)
@@ -205,11 +236,12 @@ def insert(
         sequence=jnp.full_like(j, -1),
     )
     verdict = judge(radix, work)
-    radix = _move_end(file(radix, work, verdict), verdict, base)
+    counters, changes = filed(radix, work, verdict)
+    changes["leases"] += _end_moved(verdict, base)
     block = jnp.where(verdict.done, verdict.block, block_ids)
     generation = jnp.where(verdict.done, radix.generation[verdict.block], generations)
     all_filed = jnp.all(verdict.done | ~live)
-    return radix, block, generation, jnp.where((status == OK) & ~all_filed, OUT_OF_BLOCKS, status)
+    return counters, changes, block, generation, jnp.where((status == OK) & ~all_filed, OUT_OF_BLOCKS, status)
 
 
 def _follows(radix: RadixState, prefix: Match, base: Int32[Array, ""], namespace: UInt32[Array, " 2"]) -> Bool[Array, ""]:
@@ -221,12 +253,15 @@ def _follows(radix: RadixState, prefix: Match, base: Int32[Array, ""], namespace
     return jnp.where(prefix.num_blocks == 0, jnp.all(prefix.chain == keys.root_key(namespace)), whole)
 
 
-def _move_end(radix: RadixState, verdict: Verdict, base: Int32[Array, ""]) -> RadixState:
-    """Let the leases on a prefix and on the blocks filed after it be one, which ends at the last of them."""
-    nodes, done = radix.leases.shape[0], verdict.done
-    ends = jnp.append(jnp.where(verdict.new, verdict.block, nodes), jnp.where(jnp.any(done), base, nodes))
-    leases = radix.leases.at[jnp.where(ends > 0, ends, nodes)].add(-HOLD, mode="drop")
-    return radix._replace(leases=leases.at[jnp.where(_is_end(done), verdict.block, nodes)].add(HOLD, mode="drop"))
+def _end_moved(verdict: Verdict, base: Int32[Array, ""]) -> list[Change]:
+    """What makes the leases on a prefix and on the blocks filed after it one, which ends at the last of them."""
+    done, by = verdict.done, jnp.full_like(verdict.block, HOLD)
+    starts = jnp.arange(done.shape[0]) == 0
+    return [
+        Change((verdict.block,), -by, verdict.new, is_gain=True),
+        Change((jnp.broadcast_to(base, done.shape),), -by, starts & jnp.any(done) & (base > 0), is_gain=True),
+        Change((verdict.block,), by, _is_end(done), is_gain=True),
+    ]
 
 
 def surplus(radix: RadixState, *, high: float = 0.88, low: float = 0.8) -> Int32[Array, ""]:

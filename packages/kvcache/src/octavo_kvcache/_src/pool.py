@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from octavo_core.native import each, unless
+from octavo_kvcache._src.change import Change, change
 from octavo_kvcache._src.scan import prefix_sum, rank_in
 from octavo_kvcache._src.state import UNINDEXED, CacheState, RadixState, Side
 
@@ -22,29 +24,21 @@ def by_tenant(radix: RadixState, counted: Bool[Array, " ids"], block: Int32[Arra
     """How many of the `counted` blocks belong to each tenant."""
     if radix.num_tenants == 1:
         return jnp.sum(counted, dtype=jnp.int32)[None]
-    at = jnp.where(counted, radix.tenant[block], radix.num_tenants)
-    return jnp.zeros(radix.num_tenants, jnp.int32).at[at].add(1, mode="drop")
+    tenant = radix.tenant[block]
+    return each(radix.num_tenants, lambda t: jnp.sum(counted & (tenant == t), dtype=jnp.int32))
 
 
-def give_back(radix: RadixState, freed: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> RadixState:
-    """Push the `freed` blocks on the stack. They must be distinct, leased by nobody and stand in no index."""
-    counters = radix.read()
-    free, num_free = _push(radix.free, counters.num_free, freed, block)
-    return radix._replace(free=free).write(num_free=num_free, used=counters.used - by_tenant(radix, freed, block))
+def places(start: Int32[Array, ""], wanted: Bool[Array, " ids"]) -> tuple[Int32[Array, " ids"], Int32[Array, ""]]:
+    """Where the `wanted` entries go that are put in a row from `start` on, and where that ends."""
+    count = unless(~jnp.any(wanted), lambda: jnp.zeros(wanted.size, jnp.int32), lambda: prefix_sum(wanted.astype(jnp.int32)))
+    return start + count - 1, start + count[-1]
 
 
 def give_back_side(side: Side, freed: Bool[Array, " ids"], block: Int32[Array, " ids"]) -> Side:
-    """The same for a side group's blocks; they must have no owner."""
-    free, num_free = _push(side.free, side.counts[0], freed, block)
+    """Push the `freed` blocks of a side group on its stack. They must be distinct, leased by nobody and have no owner."""
+    at, num_free = places(side.counts[0], freed)
+    free = side.free.at[jnp.where(freed, at, side.free.shape[0])].set(block, mode="drop")
     return side._replace(free=free, counts=side.counts.at[0].set(num_free))
-
-
-def _push(
-    free: Int32[Array, " blocks"], num_free: Int32[Array, ""], freed: Bool[Array, " ids"], block: Int32[Array, " ids"]
-) -> tuple[Int32[Array, " blocks"], Int32[Array, ""]]:
-    count = prefix_sum(freed.astype(jnp.int32))
-    at = jnp.where(freed, num_free + count - 1, free.shape[0])
-    return free.at[at].set(block, mode="drop"), num_free + count[-1]
 
 
 def hand_out(cache: CacheState, give: Int32[Array, " sequences"], tables: tuple[int, ...]) -> CacheState:
@@ -94,10 +88,17 @@ def log(
     events: Int32[Array, "max_events fields"], num_events: Int32[Array, ""], happened: Bool[Array, " ids"], *fields: Array | int
 ) -> tuple[Int32[Array, "max_events fields"], Int32[Array, ""]]:
     """Append an event for each entry that `happened`; what does not fit is counted only."""
-    count = prefix_sum(happened.astype(jnp.int32))
-    at = jnp.where(happened, num_events + count - 1, events.shape[0])
-    entry = jnp.stack([jnp.broadcast_to(jnp.asarray(field, jnp.int32), happened.shape) for field in fields], axis=1)
-    return events.at[at].set(entry, mode="drop"), num_events + count[-1]
+    entry, num_events = entries(events.shape[0], num_events, happened, *fields)
+    return change({"events": events}, {"events": [entry]})["events"], num_events
+
+
+def entries(
+    max_events: int, num_events: Int32[Array, ""], happened: Bool[Array, " ids"], *fields: Array | int
+) -> tuple[Change, Int32[Array, ""]]:
+    """What `log` changes, and how many events there are then."""
+    at, end = places(num_events, happened)
+    rows = jnp.stack([jnp.broadcast_to(jnp.asarray(field, jnp.int32), happened.shape) for field in fields], axis=1)
+    return Change((at,), rows, happened & (at < max_events)), end
 
 
 def handle(radix: RadixState, block_id: Int32[Array, " ids"]) -> Int32[Array, " ids"]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -11,8 +13,10 @@ from octavo_core.plan import CacheEvents
 from octavo_core.specs import CacheSpec
 from octavo_kvcache._src import keys, pool
 from octavo_kvcache._src.admit import unlease_tail
+from octavo_kvcache._src.change import Change
 from octavo_kvcache._src.grow import release_side
 from octavo_kvcache._src.policy import LATEST, EvictionPolicy, Use
+from octavo_kvcache._src.scan import as_kernel
 from octavo_kvcache._src.state import UNINDEXED, CacheState, Layout, RadixState, layout_of, num_nodes
 
 
@@ -42,64 +46,82 @@ def release(
 
 
 def tick(radix: RadixState, ends: Bool[Array, ""], policy: EvictionPolicy) -> RadixState:
-    """Move the clock on if a lease ends; set it back in time, and all stamps with it."""
-    counters = radix.read()
-    clock, half = counters.clock + ends, LATEST // 2
+    """Move the clock on if a lease ends."""
+    return set_back(radix.write(clock=radix.read().clock + ends), policy)
+
+
+def set_back(radix: RadixState, policy: EvictionPolicy) -> RadixState:
+    """Set the clock back in time, and all stamps with it."""
+    half = LATEST // 2
 
     def back(radix: RadixState) -> RadixState:
+        counters = radix.read()
         radix = radix._replace(stamp=policy.rewind(radix.stamp, half))
-        return radix.write(clock=clock - half, floor=policy.rewind(counters.floor[None], half)[0])
+        return radix.write(clock=counters.clock - half, floor=policy.rewind(counters.floor[None], half)[0])
 
-    return lax.cond(clock >= LATEST - LATEST // 8, back, lambda r: r, radix.write(clock=clock))
+    return lax.cond(radix.read().clock >= LATEST - LATEST // 8, back, lambda r: r, radix)
 
 
-def touch(
+class Ending(NamedTuple):
+    """The end of leases on distinct blocks: what it changes, and what a policy is told of the path.
+
+    Attributes:
+        counters: The tree's, afterwards.
+        changes: Of the tree, without the stamps.
+        block: The blocks.
+        touched: Those to stamp.
+        is_new: One of them never was.
+        path_len: How many they are.
+    """
+
+    counters: Int32[Array, " counters"]
+    changes: dict[str, list[Change]]
+    block: Int32[Array, " ids"]
+    touched: Bool[Array, " ids"]
+    is_new: Bool[Array, ""]
+    path_len: Int32[Array, ""]
+
+
+def ending(
     radix: RadixState,
-    ended: Bool[Array, " ids"],
+    leased: Bool[Array, " ids"],
     block: Int32[Array, " ids"],
-    tenant: Int32[Array, ""],
-    policy: EvictionPolicy,
-    answer_len: Int32[Array, ""] | int = 0,
-) -> RadixState:
-    """Stamp the blocks of a path whose lease ended."""
-    counters, stamp = radix.read(), radix.stamp[block]
-    use = Use(
-        clock=counters.clock,
-        floor=counters.floor,
-        tenant=tenant,
-        is_new=jnp.any(ended & (stamp == 0)),
-        path_len=jnp.sum(ended, dtype=jnp.int32),
-        answer_len=jnp.asarray(answer_len, jnp.int32),
+    lease: Int32[Array, " ids"] | int = 1,
+) -> Ending:
+    """Take one `lease` off the `leased` ones of distinct blocks; what nobody leases any more is cached if indexed, else free."""
+    left, counters, indexed = radix.leases[block] - lease, radix.read(), radix.slot[block] != UNINDEXED
+    idle, freed, touched = leased & (left == 0) & indexed, leased & (left == 0) & ~indexed, leased & indexed
+    at, num_free = pool.places(counters.num_free, freed)
+    after = radix.write(
+        num_free=num_free,
+        evictable=counters.evictable + pool.by_tenant(radix, idle, block),
+        used=counters.used - pool.by_tenant(radix, freed, block),
     )
-    at = jnp.where(ended, block, radix.stamp.shape[0])
-    return radix._replace(stamp=radix.stamp.at[at].set(policy.touch(stamp, use), mode="drop"))
+    changes = {"leases": [Change((block,), left, leased)], "free": [Change((at,), block, freed)]}
+    is_new = jnp.any(touched & (radix.stamp[block] == 0))
+    return Ending(after.counters, changes, block, touched, is_new, jnp.sum(touched, dtype=jnp.int32))
 
 
 def end_leases(
-    radix: RadixState, leased: Bool[Array, " ids"], block: Int32[Array, " ids"], *, lease: Int32[Array, " ids"] | int = 1
+    radix: RadixState, ending: Ending, tenant: Int32[Array, ""], policy: EvictionPolicy, answer_len: Int32[Array, ""] | int = 0
 ) -> RadixState:
-    """Take one `lease` off each of these distinct blocks; what nobody leases any more is cached if indexed, else free."""
-    left = radix.leases[block] - lease
-    indexed = radix.slot[block] != UNINDEXED
-    at = jnp.where(leased, block, radix.leases.shape[0])
-    idle = leased & (left == 0) & indexed
-    evictable = radix.read().evictable + pool.by_tenant(radix, idle, block)
-    radix = radix._replace(leases=radix.leases.at[at].set(left, mode="drop")).write(evictable=evictable)
-    freed = leased & (left == 0) & ~indexed
-    return lax.cond(jnp.any(freed), lambda r: pool.give_back(r, freed, block), lambda r: r, radix)
+    """Carry an ending out, whose counters are the tree's already, and stamp the path."""
+    now, block = radix.read(), ending.block
+    use = Use(now.clock, now.floor, tenant, ending.is_new, ending.path_len, jnp.asarray(answer_len, jnp.int32))
+    stamp = Change((block,), policy.touch(radix.stamp[block], use), ending.touched)
+    return radix.changed({**ending.changes, "stamp": [stamp]}, counters=radix.counters)
 
 
 def _release_row(layout: Layout, cache: CacheState, row: Int32[Array, ""], policy: EvictionPolicy) -> CacheState:
     radix, sequences = cache
     block = lax.dynamic_index_in_dim(sequences.block_table[layout.whole[0]], row, keepdims=False)
-    radix = touch(
-        radix, (block > 0) & (radix.slot[block] != UNINDEXED), block, sequences.tenant[row], policy, _answer_len(cache, row)
-    )
     sides = []
     for side, number in zip(radix.sides, layout.side, strict=True):
         table = lax.dynamic_index_in_dim(sequences.block_table[number], row, keepdims=False)
         sides.append(release_side(side, table > 0, table))
-    radix = end_leases(radix._replace(sides=tuple(sides)), block > 0, block)
+    radix = radix._replace(sides=tuple(sides))
+    ends = as_kernel(ending, block.shape[0])(radix, block > 0, block)
+    radix = end_leases(radix._replace(counters=ends.counters), ends, sequences.tenant[row], policy, _answer_len(cache, row))
     sequences = sequences._replace(
         block_table=sequences.block_table.at[:, row].set(0),
         held=sequences.held.at[row].set(0),

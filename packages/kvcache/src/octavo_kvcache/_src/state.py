@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int32, UInt32
 
 from octavo_core.specs import CacheSpec
 from octavo_kvcache._src import keys
+from octavo_kvcache._src.change import Change, change
 
 WAYS: Final = 16
 """Blocks a bucket of the index holds."""
@@ -136,6 +137,10 @@ class RadixState(NamedTuple):
         """The same tree with some scalars replaced."""
         *scalars, used, evictable = self.read()._replace(**new)
         return self._replace(counters=jnp.concatenate([jnp.stack(scalars), used, evictable]))
+
+    def changed(self, changes: dict[str, list[Change]], *, counters: Int32[Array, " counters"]) -> RadixState:
+        """The same tree with other counters and with changes to its arrays, made where they lie."""
+        return self._replace(counters=counters, **change(self._asdict(), changes))
 
     @property
     def refcount(self) -> Int32[Any, " nodes"]:
