@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from octavo_core.native import each, unless
+from octavo_core.native import each
 from octavo_core.plan import OK, OUT_OF_BLOCKS
 from octavo_kvcache._src import keys, pool
 from octavo_kvcache._src.change import Change
@@ -135,7 +135,7 @@ def _released(
     # Indexed blocks follow one another from the first, so they differ; private ones come last and are looked at pair by pair.
     chained = jnp.where(indexed, radix.parent[at] == before, True) & jnp.all(indexed[1:] <= indexed[:-1])
     private = named & inside & ~indexed
-    twice = unless(~jnp.any(private), lambda: jnp.bool_(False), lambda: jnp.any(_repeats(private, at)))
+    twice = lax.cond(jnp.any(private), lambda: jnp.any(_repeats(private, at)), lambda: jnp.bool_(False))
     status = _status(jnp.all(held | ~named), jnp.all(chained | ~named) & _pads_last(named) & ~twice)
     ended = named & (status == OK)
     radix = radix.write(clock=radix.read().clock + jnp.any(ended))
