@@ -89,10 +89,10 @@ def buckets(token_budget: int, max_num_seqs: int, *, alone: bool = False) -> tup
     return tuple(Bucket(tokens, min(tokens, -(-max_num_seqs // ROW_LANES) * ROW_LANES)) for tokens in padded)
 
 
-def two_shapes(token_budget: int, max_num_seqs: int) -> tuple[Bucket, ...]:
-    """Step shapes where pads cost little: one for a full batch of single tokens, one for everything."""
+def few_shapes(token_budget: int, max_num_seqs: int) -> tuple[Bucket, ...]:
+    """Step shapes where pads cost little: one for few single tokens, one for a full batch of them, one for everything."""
     rows, tokens = (-(-size // ROW_LANES) * ROW_LANES for size in (max_num_seqs, token_budget))
-    return tuple(Bucket(size, min(size, rows)) for size in sorted({min(rows, tokens), tokens}))
+    return tuple(Bucket(size, min(size, rows)) for size in sorted({ROW_LANES, min(rows, tokens), tokens}))
 
 
 def pick(shapes: tuple[Bucket, ...], num_tokens: int, num_rows: int) -> Bucket:

@@ -36,7 +36,7 @@ class Steps:
 def num_programs(config: EngineConfig, max_num_seqs: int, *, alone: bool, pads_free: bool) -> int:
     """About how many programs `compile_steps` compiles, for a progress bar."""
     likely = sizing.buckets(config.max_num_batched_tokens or sizing.PROBE_TOKENS[1], max_num_seqs, alone=alone)
-    return (2 if pads_free else len(likely)) + len({b.rows for b in likely})
+    return (3 if pads_free else len(likely)) + len({b.rows for b in likely})
 
 
 def compile_steps(
@@ -67,7 +67,7 @@ def compile_steps(
     rows = sorted({b.rows for b in largest}) if pads_free else ()
 
     def compile_for(budget: int) -> None:
-        wanted = sizing.two_shapes(budget, max_num_seqs) if pads_free else sizing.buckets(budget, max_num_seqs, alone=alone)
+        wanted = sizing.few_shapes(budget, max_num_seqs) if pads_free else sizing.buckets(budget, max_num_seqs, alone=alone)
         runner.compile(wanted, advance, rows=rows)
 
     def timed() -> tuple[int, str]:

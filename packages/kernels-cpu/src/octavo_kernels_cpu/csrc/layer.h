@@ -13,9 +13,9 @@ namespace octavo {
 #if OCTAVO_ISA != OCTAVO_AMX
 constexpr bool has_prompt_tiles(Format, int) { return false; }
 inline size_t prompt_bytes(Format, int, int) { return 0; }
-OCTAVO_INLINE void to_tiles(const float*, int, int, int, int, uint16_t*) {}
-constexpr int PROMPT_ROWS = ROW_BLOCK, PROMPT_BLOCK = ROW_BLOCK;
-template <Format, int, class Done>
+OCTAVO_INLINE void to_tile(F, int, int, int, uint16_t*) {}
+constexpr int PROMPT_BLOCK = ROW_BLOCK;
+template <Format, class Done>
 void prompt_panels(const Weights&, int, int, const uint16_t*, int, int, int, Done&&) {}
 #endif
 
@@ -74,9 +74,8 @@ struct RowsOut {
   }
   Rows rows() const { return {f, inputs, q, low, scale, sum, (const int32_t*)sum, low_sum, inputs / GROUP, prompt, singles}; }
   bool is_prompt(int row) const { return row >= singles; }
-  OCTAVO_INLINE void fill_prompt(const float* x, int row, int first, int count) const {
-    to_tiles(x, row - singles, first, count, inputs, prompt);
-  }
+  // W inputs of a prompt's row from `input` on.
+  OCTAVO_INLINE void fill_prompt(F x, int row, int input) const { to_tile(x, row - singles, input, inputs, prompt); }
   OCTAVO_INLINE void quantise(const float* x, int row, int group) const;
 };
 
@@ -124,7 +123,10 @@ OCTAVO_INLINE void RowsOut::quantise(const float* x, int row, int group) const {
 }
 
 OCTAVO_INLINE void fill_row(const float* x, int row, const RowsOut& out) {
-  if (out.is_prompt(row)) return out.fill_prompt(x, row, 0, out.inputs);
+  if (out.is_prompt(row)) {
+    for (int i = 0; i < out.inputs; i += W) out.fill_prompt(load(x + i), row, i);
+    return;
+  }
   if (out.f) {
     std::memcpy(out.f + size_t(row) * out.inputs, x, size_t(out.inputs) * 4);
     return;
@@ -219,7 +221,10 @@ inline void product(Team& team, const Weights& w, const Rows& x, int rows, const
     share_out(team, panels, 0, singles, ROW_BLOCK, 1,
               [&](int first, int last, int row, int end) { panels_with_rows<FORMAT>(w, first, last, x, row, end, done); });
     share_out(team, panels, singles, rows, PROMPT_BLOCK, 2, [&](int first, int last, int row, int end) {
-      prompt_panels<FORMAT, 2>(w, first, last, x.prompt, singles, row, end, done);
+      prompt_panels<FORMAT>(w, first, last, x.prompt, singles, row, end, [&](int panel, int r, int count, const float* y, const float* next) {
+        done(panel, r, count, y);
+        if (next) done(panel + 1, r, count, next);
+      });
     });
   });
 }
@@ -236,18 +241,21 @@ OCTAVO_INLINE F activate(Activation kind, F x) {
 // Gate and up of a few rows from `row` on become act(gate) · up, as rows that enter the next product. Panels alternate gate, up.
 struct Gated {
   static constexpr int UNIT = 2 * GROUP / PANEL;
-  static constexpr int ROWS = std::max(ROW_BLOCK, PROMPT_ROWS);
   const Weights& w;
   Activation kind;
   const RowsOut& h;
-  alignas(64) float gate[ROWS * PANEL], both[ROWS * GROUP];
+  alignas(64) float gate[ROW_BLOCK * PANEL], both[ROW_BLOCK * GROUP];
 
+  // W results of the product from lane `v * W` of a panel on.
+  OCTAVO_INLINE F biased(int panel, int v, const float* y) const {
+    const F value = load(y + v * W);
+    return w.bias ? add(value, load(w.bias + panel * PANEL + v * W)) : value;
+  }
   // Results of one panel.
   OCTAVO_INLINE void take(int panel, int unit, int local, int count, const float* y) {
     for (int i = 0; i < count; i++, local++)
       for (int v = 0; v < NV; v++) {
-        F value = load(y + i * PANEL + v * W);
-        if (w.bias) value = add(value, load(w.bias + panel * PANEL + v * W));
+        const F value = biased(panel, v, y + i * PANEL);
         float* g = gate + local * PANEL + v * W;
         if (panel % 2 == 0)
           store(g, value);
@@ -260,13 +268,17 @@ struct Gated {
     const int n = unit / 2 * PANEL, width = (stop - unit) / 2 * PANEL;
     for (int r = row; r < end; r++) {
       const float* from = both + (r - row) * GROUP;
-      if (h.is_prompt(r))
-        h.fill_prompt(from, r, n, width);
-      else if (h.f)
+      if (h.f)
         std::memcpy(h.f + size_t(r) * h.inputs + n, from, size_t(width) * 4);
       else
         h.quantise(from, r, n / GROUP);
     }
+  }
+  // Both panels of rows of prompts.
+  OCTAVO_INLINE void pass(int panel, int row, int count, const float* gates, const float* ups) const {
+    for (int i = 0; i < count; i++, gates += PANEL, ups += PANEL)
+      for (int v = 0; v < NV; v++)
+        h.fill_prompt(mul(activate(kind, biased(panel, v, gates)), biased(panel + 1, v, ups)), row + i, panel / 2 * PANEL + v * W);
   }
 };
 
@@ -284,13 +296,10 @@ inline void gated(Team& team, const Weights& w, Activation kind, const Rows& x, 
         part.leave(unit, stop, row, end);
       }
     });
-    share_out(team, panels, singles, rows, PROMPT_BLOCK, UNIT, [&](int first, int last, int row, int end) {
-      Gated part{w, kind, h};
-      prompt_panels<FORMAT, UNIT>(w, first, last, x.prompt, singles, row, end, [&](int panel, int r, int count, const float* y) {
-        const int unit = first + (panel - first) / UNIT * UNIT, stop = std::min(unit + UNIT, last);
-        part.take(panel, unit, 0, count, y);
-        if (panel + 1 == stop) part.leave(unit, stop, r, r + count);
-      });
+    share_out(team, panels, singles, rows, PROMPT_BLOCK, 2, [&](int first, int last, int row, int end) {
+      const Gated part{w, kind, h};
+      prompt_panels<FORMAT>(w, first, last, x.prompt, singles, row, end,
+                            [&](int panel, int r, int count, const float* y, const float* next) { part.pass(panel, r, count, y, next); });
     });
   });
 }

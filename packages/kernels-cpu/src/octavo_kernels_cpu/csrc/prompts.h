@@ -14,7 +14,7 @@ constexpr int PROMPT_ROWS = 128;    // tokens that a panel's weights meet while 
 constexpr int PROMPT_BLOCK = 512;   // tokens for which a panel is widened once: their rows stay in the second-level cache
 constexpr int K_TILE = 32;          // inputs of a tile
 constexpr int TILE_BYTES = 1024;
-constexpr int STEPS_AT_ONCE = 16;   // tiles of inputs of two panels that the first-level cache holds
+constexpr int STEPS_AT_ONCE = 20;   // tiles of inputs of two panels that the first-level cache holds, nearly
 
 // Whether prompts may go this way; float32 weights stay exact.
 constexpr bool has_prompt_tiles(Format format, int inputs) { return HAS_TILES && format != Format::F32 && inputs % K_TILE == 0; }
@@ -23,13 +23,10 @@ inline size_t prompt_bytes(Format format, int rows, int inputs) {
   return has_prompt_tiles(format, inputs) ? size_t(padded_rows(rows)) * inputs * 2 : 0;
 }
 
-// Inputs [first, first + count) of a row, 16 of them at a time, as bfloat16 in tiles of 16 rows and 32 inputs.
-OCTAVO_INLINE void to_tiles(const float* x, int row, int first, int count, int inputs, uint16_t* tiles) {
-  uint16_t* line = tiles + size_t(row / 16) * 16 * inputs + row % 16 * K_TILE;
-  for (int i = first; i < first + count; i += W) {
-    const __m256bh bits = _mm512_cvtneps_pbh(load(x + i - first).v);
-    std::memcpy(line + i / K_TILE * (TILE_BYTES / 2) + i % K_TILE, &bits, 32);
-  }
+// Inputs [input, input + 16) of a row as bfloat16, in tiles of 16 rows and 32 inputs.
+OCTAVO_INLINE void to_tile(F x, int row, int input, int inputs, uint16_t* tiles) {
+  const __m256bh bits = _mm512_cvtneps_pbh(x.v);
+  std::memcpy(tiles + (size_t(row / 16) * inputs + input / K_TILE * K_TILE) * 16 + row % 16 * K_TILE + input % K_TILE, &bits, 32);
 }
 
 // Two vectors of floats as W pairs of bfloat16, rounded to nearest.
@@ -128,44 +125,39 @@ __attribute__((noinline)) void prompt_tiles(const uint8_t* weights, size_t next_
 #undef OCTAVO_MULTIPLY
 }
 
-// Panels [first, last) with prompt rows [row, end) of `x`, whose first row is `base`: done(panel, row, rows, results[rows][16]), panels in
-// order for each few rows. `row` lies a multiple of 16 beyond `base`. Panels come in units that are widened together.
-template <Format FORMAT, int UNIT, class Done>
+// Panels [first, last) with prompt rows [row, end) of `x`, whose first row is `base`: done(panel, row, rows, results[rows][16], next[rows][16])
+// for two panels at a time, `next` of the second or null where there is none. `row` lies a multiple of 16 beyond `base`.
+template <Format FORMAT, class Done>
 void prompt_panels(const Weights& w, int first, int last, const uint16_t* x, int base, int row, int end, Done&& done) {
-  static_assert(UNIT % 2 == 0);
   static thread_local std::vector<uint8_t> room;
   const size_t bytes = size_t(w.inputs) * 32;  // of a panel, and of a tile of rows
-  if (room.size() < UNIT * bytes + 64) room.resize(UNIT * bytes + 64);
+  if (room.size() < 2 * bytes + 64) room.resize(2 * bytes + 64);
   uint8_t* aligned_room = room.data() + (-(uintptr_t)room.data() & 63);
   alignas(64) float sums[2][PROMPT_ROWS * PANEL];
   const TileShapes shapes;
-  for (int unit = first; unit < last; unit += UNIT) {
-    const int stop = std::min(unit + UNIT, last), steps = w.inputs / K_TILE;
-    const uint8_t* weights[UNIT];
-    for (int p = unit; p < stop; p++) weights[p - unit] = widened<FORMAT>(w.panel(p), w.inputs, aligned_room + (p - unit) * bytes);
+  const int steps = w.inputs / K_TILE;
+  const int parts = (steps + STEPS_AT_ONCE - 1) / STEPS_AT_ONCE, most = (steps + parts - 1) / parts;
+  for (int p = first; p < last; p += 2) {
+    const bool is_pair = p + 1 < last;
+    const uint8_t* here = widened<FORMAT>(w.panel(p), w.inputs, aligned_room);
+    const size_t next_panel = is_pair ? widened<FORMAT>(w.panel(p + 1), w.inputs, aligned_room + bytes) - here : 0;
     for (int r = row; r < end; r += PROMPT_ROWS) {
       const int rows = std::min(PROMPT_ROWS, end - r), tiles = (rows + 15) / 16;
       const uint8_t* in = (const uint8_t*)x + size_t(r - base) / 16 * bytes;
-      for (int p = unit; p < stop; p += 2) {
-        const uint8_t* here = weights[p - unit];
-        const bool is_pair = p + 1 < stop;
-        const size_t next_panel = is_pair ? weights[p + 1 - unit] - here : 0;
-        for (int k = 0; k < steps; k += STEPS_AT_ONCE) {
-          const int some = std::min(STEPS_AT_ONCE, steps - k);
-          for (int t = 0; t < tiles; t += 2) {
-            auto run = [&](auto two_tiles, auto two_panels) {
-              prompt_tiles<1 + decltype(two_tiles)::value, 1 + decltype(two_panels)::value>(
-                  here + size_t(k) * TILE_BYTES, next_panel, in + t * bytes + size_t(k) * TILE_BYTES, bytes, some, k == 0, sums[0] + t * 16 * PANEL);
-            };
-            if (t + 1 < tiles)
-              is_pair ? run(std::true_type(), std::true_type()) : run(std::true_type(), std::false_type());
-            else
-              is_pair ? run(std::false_type(), std::true_type()) : run(std::false_type(), std::false_type());
-          }
+      for (int k = 0; k < steps; k += most) {
+        const int some = std::min(most, steps - k);
+        for (int t = 0; t < tiles; t += 2) {
+          auto run = [&](auto two_tiles, auto two_panels) {
+            prompt_tiles<1 + decltype(two_tiles)::value, 1 + decltype(two_panels)::value>(
+                here + size_t(k) * TILE_BYTES, next_panel, in + t * bytes + size_t(k) * TILE_BYTES, bytes, some, k == 0, sums[0] + t * 16 * PANEL);
+          };
+          if (t + 1 < tiles)
+            is_pair ? run(std::true_type(), std::true_type()) : run(std::true_type(), std::false_type());
+          else
+            is_pair ? run(std::false_type(), std::true_type()) : run(std::false_type(), std::false_type());
         }
-        done(p, r, rows, sums[0]);
-        if (is_pair) done(p + 1, r, rows, sums[1]);
       }
+      done(p, r, rows, sums[0], is_pair ? sums[1] : nullptr);
     }
   }
 }
