@@ -139,6 +139,18 @@ class DevicePrograms:
             out.append(layer_kv)
         return tuple(out), stream
 
+    def whole(
+        self,
+        segment: Segment,
+        weights: tuple[Any, ...],
+        kv: tuple[Any, ...],
+        params: Any,
+        last_token: Int32[Array, " sequences"],
+        step: StepInput,
+    ) -> tuple[tuple[Any, ...], Any]:
+        """`begin` and `run` of the only segment. `kv` is meant to be donated."""
+        return self.run(segment, weights, kv, *self.begin(params, last_token, step))
+
     def _layer_attention(self, batch: AttentionBatch, group: int) -> Any:
         spec = self.groups[group]
 

@@ -33,10 +33,18 @@ COPIED_BLOCKS: Final = 8
 
 @dataclasses.dataclass(frozen=True)
 class _Programs:
-    """Compiled for one bucket."""
+    """Compiled for one bucket.
+
+    Attributes:
+        begin: What enters the layers; None where there is `whole`.
+        segments: Layers.
+        whole: Both, where all layers are one segment.
+        ends, score: Of what leaves them.
+    """
 
     begin: Any
     segments: list[Any]
+    whole: Any
     ends: dict[int, Any]
     score: Any
 
@@ -159,12 +167,21 @@ class ModelRunner:
         stream, batches = made.shapes(f"begin {shape}", programs.begin, params, state.last_token, step)
         targets, sizes = made.ints(SCORED_TOKENS), [n for n in self._row_sizes if n <= shape.rows]
         ends = made.jit(programs.ends)
+        whole = self._compile_whole(step) if len(programs.segments) == 1 else None
         self._compiled[shape] = _Programs(
-            begin=made.compile("begin", made.jit(programs.begin), params, state.last_token, step),
-            segments=self._compile_segments(stream, batches),
+            begin=None if whole else made.compile("begin", made.jit(programs.begin), params, state.last_token, step),
+            segments=[] if whole else self._compile_segments(stream, batches),
+            whole=whole,
             ends={n: made.compile("ends", ends, params, stream, made.ints(n)) for n in sizes},
             score=made.compile("score", made.jit(programs.score), params, stream, targets, targets),
         )
+
+    def _compile_whole(self, step: StepInput) -> Any:
+        """One program for what enters the layers and all of them: calling another costs a small step some of its time."""
+        (segment,), (kv,) = self.programs.segments, self._state.kv
+        run = self.compiler.jit(functools.partial(self.programs.whole, segment), donate=(1,), kv=kv)
+        name = f"whole of groups {segment.groups}"
+        return self.compiler.compile(name, run, segment.params, kv, self._params, self._state.last_token, step)
 
     def _compile_segments(self, stream: Any, batches: Any) -> list[Any]:
         """A program for every segment; segments alike in structure and shapes share one."""
@@ -246,6 +263,10 @@ class ModelRunner:
     def _run_layers(self, compiled: _Programs, step: StepInput) -> Any:
         """All layers of a step; the KV of the state is replaced."""
         state = self._state
+        if compiled.whole:
+            kv, stream = compiled.whole(self.programs.segments[0].params, state.kv[0], self._params, state.last_token, step)
+            self._state = state._replace(kv=(kv,))
+            return stream
         stream, batches = compiled.begin(self._params, state.last_token, step)
         out = []
         for segment, run, kv in zip(self.programs.segments, compiled.segments, state.kv, strict=True):
