@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from octavo_core.wire import EngineRequest, SamplingParams
+from octavo_engine._src.device import DevicePrograms
 
 pytestmark = pytest.mark.slow
 
@@ -112,3 +113,12 @@ def test_the_highest_block_of_the_pool_is_used_and_right(tight, prompts, alone, 
     tables = np.asarray(tight.core.planner.state[1].radix.generation)
     assert (tables[..., 1:] > 0).all()
     is_idle(tight.core)
+
+
+def test_layers_in_one_program_or_in_several_give_the_same_tokens(make_llm, prompts, alone, monkeypatch):
+    split = DevicePrograms.of
+    monkeypatch.setattr(DevicePrograms, "of", lambda *parts, **options: split(*parts, **{**options, "layers_per_segment": 2}))
+    whole = make_llm()
+    assert len(whole.core.runner.programs.segments) == 1
+    for prompt, completion in zip(prompts[:12], whole.generate(prompts[:12], GREEDY), strict=True):
+        assert completion.token_ids == alone(prompt)
