@@ -22,9 +22,9 @@ from octavo_kernels import ReferenceAttention  # noqa: E402
 from octavo_kernels._src.fp8 import FP8  # noqa: E402
 from octavo_kernels._src.hopper_attention import HopperAttention  # noqa: E402
 from octavo_kernels._src.hopper_decode import DecodeConfig, partial_results  # noqa: E402
-from octavo_kernels._src.hopper_latent import LatentConfig  # noqa: E402
-from octavo_kernels._src.hopper_latent_step import attend_latents  # noqa: E402
-from octavo_kernels._src.hopper_merge import merge  # noqa: E402
+from octavo_kernels._src.hopper_latent import LatentConfig, latent_results  # noqa: E402
+from octavo_kernels._src.hopper_latent_step import attend_latents, cut_latents  # noqa: E402
+from octavo_kernels._src.hopper_merge import LANES, merge  # noqa: E402
 from octavo_kernels._src.hopper_prefill import prefill  # noqa: E402
 from octavo_kernels._src.hopper_shares import share_out  # noqa: E402
 from octavo_kernels._src.hopper_tiles import PrefillConfig, cut  # noqa: E402
@@ -229,3 +229,30 @@ def test_one_step_a_stage_would_not_find_the_planted_fault(races) -> None:
     """Why the tests above have more steps than stages."""
     config = dataclasses.replace(DECODE, free_too_early=True, stages=10)
     assert not races(lambda parameters: _decode(config, parameters))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [5, 16])
+def test_of_a_tile_of_latents_only_the_rows_of_its_tokens_are_written(heads: int) -> None:
+    """A row decodes beside a chunk whose last tile is short. What nobody writes stays NaN in the interpreter."""
+    tile_q, rng = 64 // heads, np.random.default_rng(0)
+    config = dataclasses.replace(LATENT, heads=heads, tile_q=tile_q)
+    new, old = tile_q + 2, 40
+    positions = jnp.asarray([69, *range(old, old + new)], jnp.int32)
+    starts, contexts = jnp.array([0, 1, 1 + new], jnp.int32), jnp.array([70, old + new], jnp.int32)
+    table = jnp.asarray(1 + rng.permutation(24).reshape(2, 12), jnp.int32)
+    batch = AttentionBatch(positions, starts, contexts, table, positions, jnp.int32(1), jnp.int32(2))
+    tiles = cut_latents(batch, 1 + new, tile_q)
+    q, k = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((len(tiles.about), 1, config.group, 192), (25, 1, 16, 192)))
+    shares = share_out(tiles.context_len, tiles.num_tiles, config)
+    partial, lse = latent_results(q, {"k": k}, table, tiles.about, tiles.context_len, shares, config, Parameters())
+    live = (tiles.context_len - tiles.about[:, 1]) * heads
+    merged = merge(partial, lse, shares.rows, None, config, Parameters(), live=live)
+    assert int(tiles.num_tiles) == 3
+    for tile, rows in enumerate((heads, tile_q * heads, 2 * heads)):
+        written = np.arange(config.group_rows) < -(-rows // 8) * 8
+        assert (np.isfinite(np.asarray(partial[tile], np.float32)).all(-1) == written).all()
+        assert (np.isnan(np.asarray(partial[tile], np.float32)).all(-1) == ~written).all()
+        assert (np.isnan(np.asarray(lse[tile])) == ~written).all()
+        answers = np.asarray(merged[tile, 0], np.float32).reshape(-1)
+        assert (np.isnan(answers) == (np.arange(answers.size) >= -(-rows * 192 // LANES) * LANES)).all()

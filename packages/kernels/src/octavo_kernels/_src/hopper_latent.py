@@ -146,7 +146,7 @@ def latent_results(
     config: LatentConfig,
     interpret: Any = None,
 ) -> tuple[BFloat16[Array, "slots group_rows head_dim"], Float32[Array, "slots group_rows"]]:
-    """One partial result a segment, at slot tile * kv_heads + head + thread block; other slots hold anything.
+    """One partial result a segment, at slot tile * kv_heads + head + thread block; other slots hold anything, and so do rows that no token has.
 
     Args:
         q: Queries of each tile.
@@ -159,7 +159,7 @@ def latent_results(
         interpret: Pallas's own argument.
 
     Cost: each tile and head reads the latents it can see once; 4 * head_dim FLOPs per query head and visible token, of 64 rows of
-    which some may be padding; writes `group_rows * head_dim` elements a segment.
+    which some may be padding; writes `heads * head_dim` elements a segment for each token, in whole tiles of 8 rows.
     """
     slots = context_len.shape[0] * config.kv_heads + config.num_ctas
     queries = q.reshape(-1, config.group, config.head_dim)
@@ -259,13 +259,23 @@ def _compute_share(
         _meet(at)
         if mine == 0:
             slot = s.steps.row * config.kv_heads + s.steps.head + lax.axis_index("cta")
-            rows = pl.ds(0, config.group_rows)
-            plgpu.copy_smem_to_gmem(at["q"].at[rows], out.at[slot])
-            plgpu.copy_smem_to_gmem(at["exchange"].at[0, rows], lse.at[slot])
-            plgpu.wait_smem_to_gmem(0)
+            _write(config, s.steps.context - position, out.at[slot], lse.at[slot], at)
             plgpu.barrier_arrive(at["q_free"])
 
     each_segment(config, context_len, start, segment)
+
+
+def _write(config: LatentConfig, tokens: jax.Array, out: Any, lse: Any, at: dict[str, Any]) -> None:
+    """The rows of so many tokens, in whole tiles of shared memory, whose number must be known to a copy."""
+    tiles = lax.div(tokens * config.heads + (TILE_ROWS - 1), jnp.int32(TILE_ROWS))
+    for count in sorted({-(-config.heads * (i + 1) // TILE_ROWS) for i in range(config.tile_q)}):
+        rows = pl.ds(0, count * TILE_ROWS)
+
+        @pl.when(tiles == count)
+        def _copy(rows: Any = rows) -> None:
+            plgpu.copy_smem_to_gmem(at["q"].at[rows], out.at[rows])
+            plgpu.copy_smem_to_gmem(at["exchange"].at[0, rows], lse.at[rows])
+            plgpu.wait_smem_to_gmem(0)
 
 
 def _meet(at: dict[str, Any]) -> None:

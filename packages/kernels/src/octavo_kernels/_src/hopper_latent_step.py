@@ -25,7 +25,7 @@ class LatentTiles(NamedTuple):
         context_len: Tokens that the last query of each tile can see.
         num_tiles: How many there are.
         token: Flat index of each query of a tile, clipped to the step.
-        tile, offset: Of each flat token: where its answer lies.
+        tile, offset: Of each flat token: where its answer lies; padding is given the last token's.
     """
 
     about: Int32[Array, "tiles 2"]
@@ -47,7 +47,7 @@ def cut_latents(batch: AttentionBatch, tokens: int, tile_q: int) -> LatentTiles:
     index = jnp.arange(tokens)
     live = jnp.arange(len(row)) < num_tiles
     tile = jnp.maximum(jnp.sum(live & (first <= index[:, None]), axis=1) - 1, 0)
-    offset = jnp.clip(index - first[tile], 0, tile_q - 1)
+    offset = jnp.clip(index - first[tile], 0, jnp.maximum(queries[tile], 1) - 1)
     parts = jnp.stack([row, position], axis=1), position + queries, num_tiles, token, tile, offset
     return LatentTiles(*(x.astype(jnp.int32) for x in parts))
 
@@ -59,7 +59,7 @@ def attend_latents(
     config: LatentConfig,
     interpret: Any,
 ) -> BFloat16[Array, "tokens q_heads head_dim"]:
-    """Weighted sums of whole latents; padding tokens get anything."""
+    """Weighted sums of whole latents; padding tokens get the last token's, or zeros in a step without tokens."""
     tokens, q_heads, head_dim = q.shape
     tiles = cut_latents(batch, tokens, config.tile_q)
     q = jnp.pad(q, ((0, 0), (0, config.kv_heads * config.heads - q_heads), (0, 0)))
@@ -67,6 +67,7 @@ def attend_latents(
     packed = packed.reshape(-1, config.kv_heads, config.group, head_dim)
     shares = share_out(tiles.context_len, tiles.num_tiles, config)
     partial, lse = latent_results(packed, pools, batch.block_table, tiles.about, tiles.context_len, shares, config, interpret)
-    answers = merge(partial, lse, shares.rows, None, config, interpret)[:, :, : config.group]
+    live = jnp.maximum(tiles.context_len - tiles.about[:, 1], 1) * config.heads
+    answers = merge(partial, lse, shares.rows, None, config, interpret, live=live)[:, :, : config.group]
     answers = answers.reshape(-1, config.kv_heads, config.tile_q, config.heads, head_dim)
     return answers[tiles.tile, :, tiles.offset].reshape(tokens, -1, head_dim)[:, :q_heads]

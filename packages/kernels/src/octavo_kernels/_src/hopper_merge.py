@@ -51,8 +51,10 @@ def merge(
     sinks: Float32[Array, " q_heads"] | None,
     config: Merged,
     interpret: Any = None,
+    *,
+    live: Int32[Array, " rows"] | None = None,
 ) -> BFloat16[Array, "rows kv_heads group_rows head_dim"]:
-    """The answer of every row with a share; other rows, and group rows beyond the group, hold anything.
+    """The answer of every row with a share; other rows, and group rows beyond the group or its live part, hold anything.
 
     Args:
         partial, lse: From `partial_results`.
@@ -60,13 +62,18 @@ def merge(
         sinks: A logit per query head that takes weight and gives nothing.
         config: The one `partial` was made with.
         interpret: Pallas's own argument.
+        live: Of each row: group rows whose answers are wanted; None: the group.
     """
     num_rows, shape = rows.shape[0], (rows.shape[0], config.kv_heads, config.group_rows, config.head_dim)
     chunks = -(-config.group * config.head_dim // LANES)
     with_sinks = sinks is not None
 
     def octavo_merge(*refs: Any) -> None:
-        _body(config, with_sinks, *refs)
+        if live is None:
+            _body(config, with_sinks, *refs)
+            return
+        wanted = refs[-2][lax.axis_index("row")] * config.head_dim
+        pl.when(lax.axis_index("chunk") * LANES < wanted)(lambda: _body(config, with_sinks, *refs))
 
     run = plgpu.kernel(
         octavo_merge,
@@ -77,7 +84,8 @@ def merge(
         **({} if interpret is None else {"interpret": interpret}),
     )
     flat = partial.reshape(partial.shape[0], -1)
-    extra = (jnp.pad(sinks * LOG2E, (0, config.group_rows - config.group)),) if sinks is not None else ()
+    extra = [] if sinks is None else [jnp.pad(sinks * LOG2E, (0, config.group_rows - config.group))]
+    extra += [] if live is None else [live]
     return run(flat, lse, rows, *extra).reshape(shape)
 
 
