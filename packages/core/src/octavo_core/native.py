@@ -31,8 +31,9 @@ def one_kernel(function: F) -> F:
     """Compile `function`, a pure function of pytrees of arrays, as one native function on a CPU; elsewhere this changes nothing.
 
     What it calls is part of it, other such functions included. It may use no scatter, sort or random numbers, which XLA has no native form
-    of, and no operation so large that XLA would share it among threads: some thousands of entries where much is computed of each (`each`); the functions below are loops in a kernel and what vectorises best elsewhere. Batched by `vmap` it is called
-    for one entry after another on a CPU: a branch not taken then costs nothing.
+    of, and no operation so large that XLA would share it among threads: some thousands of entries where much is computed of each (`each`).
+    The functions below are loops in a kernel and what vectorises best elsewhere. Batched by `vmap` it is called for one entry after
+    another on a CPU: a branch not taken then costs nothing.
 
     Source: XLA compiles a call marked `xla_cpu_small_call` by its emitter of whole computations, as it does small loops.
     """
